@@ -1,19 +1,23 @@
 """GLUE: `train.glue` against transformers' Trainer on this CPU, by the same recipe.
 
 ours      python -m train.glue full …, the command that is printed
-trainer   transformers.Trainer, its own defaults where the recipe says nothing (fused AdamW, batches padded to their
-          longest example by DataCollatorWithPadding, shuffled without regard to length)
-both      one core each, side by side; for each seed the same initial weights, head included; the same examples,
-          tokenizer, batch size, epochs, AdamW (betas 0.9 and 0.999, no decay of biases and norms), linear schedule with
-          warm-up, gradient clipping, greatest length, dropout of the configuration; float32. The order of the data and
-          dropout masks differ, and an epoch in length buckets has up to a batch more for each further bucket: compare
-          means and spread
+trainer   transformers.Trainer, its own defaults where the recipe says nothing (fused AdamW, batches
+          padded to their longest example by DataCollatorWithPadding, shuffled without regard to
+          length)
+both      one core each, side by side; for each seed the same initial weights, head included; the
+          same examples, tokenizer, batch size, epochs, AdamW (betas 0.9 and 0.999, no decay of
+          biases and norms), linear schedule with warm-up, gradient clipping, greatest length,
+          dropout of the configuration; float32. The order of the data and dropout masks differ, and
+          an epoch in length buckets has up to a batch more for each further bucket: compare means
+          and spread
 measured  the task's metrics on the validation split after the last step
 run       pip install accelerate
           python -m bench.glue_trainer --data FOLDER --task mrpc --checkpoint FOLDER
-          python -m bench.glue_trainer --data FOLDER --task sst2 --size mini --lr 5e-4 --train-examples 8000
+          python -m bench.glue_trainer --data FOLDER --task sst2 --size mini --lr 5e-4 \\
+              --train-examples 8000
 
-Without --checkpoint an encoder of --size starts from random weights, with a vocabulary learnt from the training text.
+Without --checkpoint an encoder of --size starts from random weights, with a vocabulary learnt from
+the training text.
 """
 
 import importlib.util
@@ -36,9 +40,13 @@ import numpy as np
 import torch
 import transformers
 import tyro
-from transformers import AutoModelForSequenceClassification, AutoTokenizer, DataCollatorWithPadding
+from transformers import (
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    DataCollatorWithPadding,
+)
 
-from bench.transformer_fairseq import FAST_RANDOM
+from bench.transformer_fairseq import FAST_RANDOM, flags_of
 from data import glue, vocabulary
 from errors import InputError
 from models import classification, encoder_files, encoders
@@ -50,13 +58,15 @@ ADAM_EPS = 1e-6  # train.glue's; Trainer's default is 1e-8
 class Options:
     data: str  # folder of TSV files, hub id or folder of `datasets`
     task: Literal[tuple(glue.TASKS)] = "mrpc"  # of GLUE
-    checkpoint: str = ""  # hub id, or folder with configuration and tokenizer; without weights they are random
+    checkpoint: str = (
+        ""  # hub id, or folder with configuration, tokenizer; no weights there: random
+    )
     kind: Literal[vocabulary.KINDS] = "bert"  # architecture without --checkpoint
-    size: Literal[tuple(encoders.SIZES)] = "mini"  # layers and width without --checkpoint, see models/encoders
+    size: Literal[tuple(encoders.SIZES)] = "mini"  # without --checkpoint, see models/encoders
     vocabulary: int = 8000  # tokens learnt from the training text without --checkpoint
     train_examples: int = 0  # the first of the training split; 0: all
     lengths: tuple[int, ...] = (32, 64, 128)  # our buckets; both sides cut at the last
-    batch_size: int = 32  # examples a step
+    batch_size: int = 32  # examples per step
     epochs: float = 3  # passes over the training examples
     lr: float = 2e-5  # peak learning rate
     warmup: float = 0.1  # share of the steps in which it rises
@@ -80,7 +90,10 @@ def prepare(options: Options, data: str, seed: int, folder: str) -> None:
         examples = glue.read(data, options.task, "train")
         text = [*examples.first, *(examples.second or [])]
         tokenizer = vocabulary.learn(text, options.kind, options.vocabulary)
-        settings = encoders.configuration(options.kind, options.size, tokenizer, options.lengths[-1])
+        settings = encoders.new_configuration(
+            options.kind, options.size, tokenizer, options.lengths[-1]
+        )
+
     labels = glue.TASKS[options.task].labels
     transformers.set_seed(seed)  # of the head, or of all weights
     model = classification.classifier(settings, labels, source).model
@@ -89,15 +102,21 @@ def prepare(options: Options, data: str, seed: int, folder: str) -> None:
 
 
 def has_weights(checkpoint: str) -> bool:
-    """Whether a checkpoint has weights; one of the hub has."""
+    """Tells whether a checkpoint has weights; one of the hub has."""
     folder = Path(checkpoint)
-    return not folder.is_dir() or any(folder.glob("*.safetensors")) or any(folder.glob("pytorch_model*.bin"))
+    if not folder.is_dir():
+        return True
+    return any(folder.glob("*.safetensors")) or any(folder.glob("pytorch_model*.bin"))
 
 
 def first_examples(options: Options, folder: str) -> str:
-    """The data that both sides read: --data, or `folder` with as many training examples as asked for."""
+    """Returns the data that both sides read.
+
+    That is --data, or `folder`, to which it writes as many training examples as asked for.
+    """
     if not options.train_examples:
         return options.data
+
     task = glue.TASKS[options.task]
     for split in ("train", *task.evaluation):
         examples = glue.read(options.data, options.task, split)
@@ -106,14 +125,19 @@ def first_examples(options: Options, folder: str) -> str:
         count = options.train_examples if split == "train" else len(examples)
         if count > len(examples):
             raise InputError(f"--train-examples is {count}; the training split has {len(examples)}")
-        table = datasets.Dataset.from_dict({name: values[:count] for name, values in columns.items()})
-        table.to_parquet(f"{folder}/{task.name}/{split}.parquet")
+        cut = {name: values[:count] for name, values in columns.items()}
+        datasets.Dataset.from_dict(cut).to_parquet(f"{folder}/{task.name}/{split}.parquet")
     return folder
 
 
 def ours(options: Options, data: str, start: str, seed: int, folder: str) -> list[str]:
-    """Command of our side: `start` is `prepare`'s folder, the run is written to `folder`/ours."""
-    flags = {
+    """Returns the command of our side.
+
+    Args:
+        start: `prepare`'s folder.
+        folder: the run is written to its "ours".
+    """
+    values = {
         "model": "auto",
         "task": options.task,
         "data": data,
@@ -131,13 +155,21 @@ def ours(options: Options, data: str, start: str, seed: int, folder: str) -> lis
         "runs": folder,
         "name": "ours",
     }
-    command = [sys.executable, "-m", "train.glue", "full", "--lengths", *map(str, options.lengths)]
-    command += ["--group-by-length"] * options.group_by_length
-    return command + [str(part) for flag, value in flags.items() for part in (f"--{flag}", value)]
+    command = [sys.executable, "-m", "train.glue", "full"]
+    command += ["--lengths", *map(str, options.lengths)]
+    if options.group_by_length:
+        command.append("--group-by-length")
+    return command + flags_of(values)
 
 
 def make_trainer(
-    options: Options, data: str, start: str, seed: int, folder: str, padding: bool | str = False, **settings
+    options: Options,
+    data: str,
+    start: str,
+    seed: int,
+    folder: str,
+    padding: bool | str = False,
+    **settings,
 ) -> "transformers.Trainer":
     """Returns transformers' Trainer, ready to train; it writes to `folder`.
 
@@ -154,13 +186,21 @@ def make_trainer(
     sets = {}
     for split in ("train", *glue.TASKS[options.task].evaluation):
         examples = glue.read(data, options.task, split)
-        cut = {"truncation": "longest_first", "max_length": options.lengths[-1]}
-        columns = dict(tokenizer(examples.first, examples.second, padding=padding, **cut))
-        sets[split] = datasets.Dataset.from_dict(columns | {"labels": examples.labels.tolist()})
+        columns = tokenizer(
+            examples.first,
+            examples.second,
+            padding=padding,
+            truncation="longest_first",
+            max_length=options.lengths[-1],
+        )
+        labels = examples.labels.tolist()
+        sets[split] = datasets.Dataset.from_dict({**columns, "labels": labels})
+    train_set = sets.pop("train")
 
     def metrics(prediction) -> dict[str, float]:
         logits = np.asarray(prediction.predictions)
-        found = logits[:, 0] if logits.shape[1] == 1 else logits.argmax(1)
+        is_regression = logits.shape[1] == 1
+        found = logits[:, 0] if is_regression else logits.argmax(1)
         return glue.score(options.task, found, prediction.label_ids)
 
     arguments = {
@@ -183,8 +223,8 @@ def make_trainer(
     }
     trainer = Trainer(
         AutoModelForSequenceClassification.from_pretrained(start, dtype=torch.float32),
-        TrainingArguments(**arguments | settings),
-        train_dataset=sets.pop("train"),
+        TrainingArguments(**(arguments | settings)),
+        train_dataset=train_set,
         eval_dataset=sets,
         processing_class=tokenizer,
         data_collator=DataCollatorWithPadding(tokenizer),
@@ -194,31 +234,42 @@ def make_trainer(
     return trainer
 
 
-def theirs(options: Options, data: str, start: str, seed: int, folder: str, core: int) -> dict[str, float]:
-    """Trains with Trainer, in this process: the metrics, named as train.glue's."""
+def theirs(
+    options: Options, data: str, start: str, seed: int, folder: str, core: int
+) -> dict[str, float]:
+    """Trains with Trainer, in this process; returns the metrics, named as train.glue's."""
     os.sched_setaffinity(0, {core})
     torch.set_num_threads(1)
     trainer = make_trainer(options, data, start, seed, folder)
     trainer.train()
+
     metrics = {}
     for split, examples in trainer.eval_dataset.items():
         prefix = "mismatched_" if split.endswith("mismatched") else ""
         found = trainer.evaluate(examples)
-        metrics |= {prefix + name: found[f"eval_{name}"] for name in (*glue.TASKS[options.task].metrics, "loss")}
+        for name in (*glue.TASKS[options.task].metrics, "loss"):
+            metrics[prefix + name] = found[f"eval_{name}"]
     return metrics
 
 
 def quiet() -> None:
-    """No progress bars, and no warning that a classifier's head is new."""
+    """Turns off progress bars, and the warning that a classifier's head is new."""
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     datasets.disable_progress_bars()
 
 
 def prepare_environment(threads: int) -> None:
-    """For the processes that this one starts. Raises InputError if Trainer cannot run."""
+    """Sets the environment of the processes that this one starts.
+
+    Raises:
+        InputError: Trainer cannot run.
+    """
     if importlib.util.find_spec("accelerate") is None:
-        raise InputError("accelerate is not installed, and transformers' Trainer needs it; `pip install accelerate`")
+        raise InputError(
+            "accelerate is not installed, and transformers' Trainer needs it; "
+            "`pip install accelerate`"
+        )
     os.environ |= {
         "OMP_NUM_THREADS": str(threads),
         "TOKENIZERS_PARALLELISM": "false",
@@ -231,7 +282,11 @@ def prepare_environment(threads: int) -> None:
 
 
 def run(options: Options, data: str, seed: int) -> dict[str, dict[str, float]]:
-    """Both sides with one seed, each on a core of its own: {"ours" and "trainer": metrics}."""
+    """Runs both sides with one seed, each on a core of its own.
+
+    Returns:
+        {"ours" and "trainer": metrics}.
+    """
     cores = sorted(os.sched_getaffinity(0))
     with tempfile.TemporaryDirectory() as folder:
         start = f"{folder}/start"
@@ -248,9 +303,13 @@ def run(options: Options, data: str, seed: int) -> dict[str, dict[str, float]]:
             )
         try:
             with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-                of_trainer = pool.submit(theirs, options, data, start, seed, f"{folder}/trainer", cores[-1]).result()
+                trained = pool.submit(
+                    theirs, options, data, start, seed, f"{folder}/trainer", cores[-1]
+                )
+                of_trainer = trained.result()
             if process.wait() != 0:
-                raise InputError("train.glue failed:\n" + "\n".join(log.read_text().splitlines()[-15:]))
+                last_lines = log.read_text().splitlines()[-15:]
+                raise InputError("train.glue failed:\n" + "\n".join(last_lines))
         finally:
             process.kill()
         of_ours = json.loads(Path(folder, "ours/summary.json").read_text())["metrics"]
@@ -258,30 +317,37 @@ def run(options: Options, data: str, seed: int) -> dict[str, dict[str, float]]:
 
 
 def spread(values: list[float], form: Callable[[float], str] = "{:.4f}".format) -> str:
-    """Mean ± standard deviation, and each value."""
+    """Returns mean ± standard deviation, and each value."""
     deviation = statistics.stdev(values) if len(values) > 1 else float("nan")
-    return f"{form(statistics.fmean(values))} ± {form(deviation)} ({', '.join(map(form, values))})"
+    each = ", ".join(map(form, values))
+    return f"{form(statistics.fmean(values))} ± {form(deviation)} ({each})"
 
 
 def main(options: Options) -> None:
     """Runs both sides for every seed, prints a table and writes the figures."""
     prepare_environment(threads=1)
     quiet()
+
     results: dict[str, list[dict[str, float]]] = {"ours": [], "trainer": []}
     with tempfile.TemporaryDirectory() as folder:
         data = first_examples(options, folder)
         for seed in map(int, options.seeds.split(",")):
-            for name, metrics in run(options, data, seed).items():
-                results[name].append(metrics)
-                print(f"seed {seed} {name}: {', '.join(f'{k} {v:.4f}' for k, v in metrics.items())}", flush=True)
+            for side, metrics in run(options, data, seed).items():
+                results[side].append(metrics)
+                figures = ", ".join(f"{name} {value:.4f}" for name, value in metrics.items())
+                print(f"seed {seed} {side}: {figures}", flush=True)
             Path(options.out).parent.mkdir(parents=True, exist_ok=True)
-            Path(options.out).write_text(json.dumps({"options": asdict(options), "results": results}, indent=1))
-    print(f"\n| {options.task}, mean ± sd (each seed) | ours | Trainer | difference |\n|---|---|---|---|")
+            record = {"options": asdict(options), "results": results}
+            Path(options.out).write_text(json.dumps(record, indent=1))
+
+    columns = f"| {options.task}, mean ± sd (each seed) | ours | Trainer | difference |"
+    print(f"\n{columns}\n|---|---|---|---|")
     for name in results["ours"][0]:
-        values = {side: [one[name] for one in runs] for side, runs in results.items()}
-        difference = [a - b for a, b in zip(values["ours"], values["trainer"], strict=True)]
-        signed = spread(difference, "{:+.4f}".format)
-        print(f"| {name} | {spread(values['ours'])} | {spread(values['trainer'])} | {signed} |")
+        our_values = [metrics[name] for metrics in results["ours"]]
+        their_values = [metrics[name] for metrics in results["trainer"]]
+        differences = [our - their for our, their in zip(our_values, their_values, strict=True)]
+        signed = spread(differences, "{:+.4f}".format)
+        print(f"| {name} | {spread(our_values)} | {spread(their_values)} | {signed} |")
 
 
 if __name__ == "__main__":

@@ -1,14 +1,15 @@
-"""What XLA makes of the operations that scripts use most, and what to write in place of those that it cannot do.
+"""Which of the operations that scripts use most run on XLA, and what to write for the others.
 
     run      python -m bench.operations
 
-writes docs/operations.md from CASES. tests/test_operations.py runs them: no verdict stands there that is not true.
+writes docs/operations.md from CASES. tests/test_operations.py runs them, so each verdict is true.
+The page shows the substitutes' code as it stands here: after a change write the page again.
 """
 
 import argparse
 import inspect
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -40,7 +41,7 @@ custom call. (Both read in aten_xla_type.cpp of 2.9.0.) `ops` is torchvision.ops
 
 """
 
-# ---- substitutes, which the page shows in full -----------------------------------------------------------------------
+# ---- substitutes, which the page shows in full ---------------------------------------------------
 
 
 def resize(image, size, **how):
@@ -97,18 +98,33 @@ def unique_inverse(ids):
 
 MEANING = {
     "lowered": "part of the step's graph, with the results and gradients of eager PyTorch",
-    "falls back": "the host computes it, in the middle of each step: a strict step stops and names it",
+    "falls back": (
+        "the host computes it, in the middle of each step: a strict step stops and names it"
+    ),
     "backward falls back": "the same for its gradient; evaluation is not concerned",
-    "reads a value": "its shape depends on a number of the device: a strict step stops and names the line",
+    "reads a value": (
+        "its shape depends on a number of the device: a strict step stops and names the line"
+    ),
     "refuses": "raises an error",
     "**wrong gradient**": "lowered; **no strict step notices it**",
 }
 LOWERED, FALLS, BACKWARD, READS, REFUSES, WRONG = MEANING
 
 _random = torch.Generator().manual_seed(0)
-_sizes = {"signal": (2, 4, 6), "image": (2, 4, 6, 6), "volume": (2, 3, 4, 4, 4), "kernel": (4, 4, 3, 3)}
-_sizes |= {"grid": (2, 5, 5, 2), "x": (5, 4), "y": (5, 4), "query": (2, 2, 3, 4), "table": (8, 4), "gain": (4,)}
-INPUTS = {name: torch.randn(size, generator=_random) for name, size in _sizes.items()} | {
+_sizes = {
+    "signal": (2, 4, 6),
+    "image": (2, 4, 6, 6),
+    "volume": (2, 3, 4, 4, 4),
+    "kernel": (4, 4, 3, 3),
+    "grid": (2, 5, 5, 2),
+    "x": (5, 4),
+    "y": (5, 4),
+    "query": (2, 2, 3, 4),
+    "table": (8, 4),
+    "gain": (4,),
+}
+INPUTS = {name: torch.randn(size, generator=_random) for name, size in _sizes.items()}
+INPUTS |= {
     "boxes": torch.tensor([[0.3, 0.2, 4.1, 3.7], [0.5, 0.4, 4.3, 3.9], [2.2, 1.6, 5.4, 5.3]]),
     "scores": torch.tensor([0.3, 0.9, 0.7]),
     "bins": torch.tensor([-1.2, -0.3, 0.1, 0.9]),
@@ -118,7 +134,10 @@ INPUTS = {name: torch.randn(size, generator=_random) for name, size in _sizes.it
 }
 
 
-class Case(NamedTuple):
+@dataclass(frozen=True)
+class Case:
+    """An operation of the page."""
+
     code: str  # an expression of INPUTS
     verdict: str = LOWERED
     instead: str = ""  # an expression that gives the same, forward and backward, and is lowered
@@ -135,15 +154,43 @@ CASES = {
         Case("F.adaptive_avg_pool2d(image, 3)"),
         Case("F.adaptive_avg_pool2d(image, 4)", FALLS, "resize(image, (4, 4), mode='area')"),
         Case("F.interpolate(image, (8, 9))", BACKWARD, "resize(image, (8, 9))"),
-        Case("F.interpolate(image, (8, 9), mode='bilinear')", BACKWARD, "resize(image, (8, 9), mode='bilinear')"),
-        Case("F.interpolate(image, (8, 9), mode='bicubic')", FALLS, "resize(image, (8, 9), mode='bicubic')"),
+        Case(
+            "F.interpolate(image, (8, 9), mode='bilinear')",
+            BACKWARD,
+            "resize(image, (8, 9), mode='bilinear')",
+        ),
+        Case(
+            "F.interpolate(image, (8, 9), mode='bicubic')",
+            FALLS,
+            "resize(image, (8, 9), mode='bicubic')",
+        ),
         Case("F.grid_sample(image, grid, align_corners=False)", FALLS, "grid_sample(image, grid)"),
-        Case("ops.roi_align(image[:1], [boxes], 2, 1, 2)", FALLS, "roi_align(image[:1], boxes.detach(), 2)"),
-        Case("F.one_hot(ops.nms(boxes, scores, 0.5), 3).sum(0)", FALLS, "kept_boxes(boxes, scores, 0.5)"),
-        Case("F.unfold(image, 3)", FALLS, "F.conv2d(image, torch.eye(36).view(36, 4, 3, 3).to(image)).flatten(2)"),
-        Case("F.channel_shuffle(image, 2)", FALLS, "image.unflatten(1, (2, 2)).transpose(1, 2).flatten(1, 2)"),
+        Case(
+            "ops.roi_align(image[:1], [boxes], 2, 1, 2)",
+            FALLS,
+            "roi_align(image[:1], boxes.detach(), 2)",
+        ),
+        Case(
+            "F.one_hot(ops.nms(boxes, scores, 0.5), 3).sum(0)",
+            FALLS,
+            "kept_boxes(boxes, scores, 0.5)",
+        ),
+        Case(
+            "F.unfold(image, 3)",
+            FALLS,
+            "F.conv2d(image, torch.eye(36).view(36, 4, 3, 3).to(image)).flatten(2)",
+        ),
+        Case(
+            "F.channel_shuffle(image, 2)",
+            FALLS,
+            "image.unflatten(1, (2, 2)).transpose(1, 2).flatten(1, 2)",
+        ),
         Case("F.elu(x)", WRONG, "torch.where(x > 0, x, x.clamp(max=0).expm1())"),
-        Case("F.selu(x)", WRONG, "1.0507010 * torch.where(x > 0, x, 1.6732632 * x.clamp(max=0).expm1())"),
+        Case(
+            "F.selu(x)",
+            WRONG,
+            "1.0507010 * torch.where(x > 0, x, 1.6732632 * x.clamp(max=0).expm1())",
+        ),
     ],
     "Text": [
         Case("F.embedding(ids, table, padding_idx=0)"),
@@ -163,10 +210,22 @@ CASES = {
             "(x.detach() - torch.empty_like(x).exponential_().log()).topk(4).indices.sort().values",
         ),
         Case("F.glu(x)", BACKWARD, "x[:, :2] * x[:, 2:].sigmoid()"),
-        Case("torch.view_as_real(torch.polar(x * x, y))", FALLS, "torch.stack([x * x * y.cos(), x * x * y.sin()], -1)"),
+        Case(
+            "torch.view_as_real(torch.polar(x * x, y))",
+            FALLS,
+            "torch.stack([x * x * y.cos(), x * x * y.sin()], -1)",
+        ),
         Case("x[x > 0].sum()", FALLS, "torch.where(x > 0, x, 0).sum()"),
-        Case("x.masked_select(x > 0).mean()", FALLS, "torch.where(x > 0, x, 0).sum() / (x > 0).sum()"),
-        Case("x.repeat_interleave(each, 0)", FALLS, "x[(each.cumsum(0) <= torch.arange(6).to(each)[:, None]).sum(1)]"),
+        Case(
+            "x.masked_select(x > 0).mean()",
+            FALLS,
+            "torch.where(x > 0, x, 0).sum() / (x > 0).sum()",
+        ),
+        Case(
+            "x.repeat_interleave(each, 0)",
+            FALLS,
+            "x[(each.cumsum(0) <= torch.arange(6).to(each)[:, None]).sum(1)]",
+        ),
         Case("F.one_hot(labels)", READS, "F.one_hot(labels, 4)"),
     ],
     "Recommendation": [
@@ -175,9 +234,11 @@ CASES = {
         Case("table.index_put((labels,), x, accumulate=True)"),
         Case("table.scatter_reduce(0, ids, x[:2, :3], 'amax')"),
         Case(
-            "torch.zeros_like(x).scatter_reduce(0, labels[:, None].expand(5, 4), y, 'mean', include_self=False)",
+            "torch.zeros_like(x).scatter_reduce("
+            "0, labels[:, None].expand(5, 4), y, 'mean', include_self=False)",
             FALLS,
-            "torch.zeros_like(x).index_add(0, labels, y) / F.one_hot(labels, 5).sum(0).clamp(min=1)[:, None]",
+            "torch.zeros_like(x).index_add(0, labels, y)"
+            " / F.one_hot(labels, 5).sum(0).clamp(min=1)[:, None]",
         ),
         Case("F.embedding_bag(ids, table)", FALLS, "F.embedding(ids, table).mean(1)"),
         Case("F.embedding(ids, table, sparse=True)", REFUSES, "F.embedding(ids, table)"),
@@ -192,56 +253,106 @@ CASES = {
 }
 
 
-def run(code: str, place: torch.device) -> tuple[list[Tensor], str]:
-    """Returns results and gradients of an expression, and its verdict. What is lowered is not yet computed."""
+@dataclass(frozen=True)
+class Outcome:
+    """What an expression gives on a device."""
+
+    verdict: str
+    tensors: list[Tensor]  # results, then gradients; of an expression that raises: none
+
+
+def run(code: str, place: torch.device) -> Outcome:
+    """Evaluates an expression and its gradient on a device. What is lowered is not yet computed."""
     used = compile(code, code, "eval").co_names
-    inputs = {name: value.clone().to(place) for name, value in INPUTS.items() if name in used}
+    inputs = {}
+    for name, value in INPUTS.items():
+        if name in used:
+            inputs[name] = value.clone().to(place)
     reals = [value.requires_grad_() for value in inputs.values() if value.is_floating_point()]
-    before, reads, forward = fallback_counts(), xla.host_reads(), ""
+
+    fallbacks_before = fallback_counts()
+    reads_before = xla.host_reads()
     try:
         results = eval(code, globals(), inputs)
-        results = [results] if isinstance(results, Tensor) else [*results]
-        forward = FALLS if fallback_counts() != before else ""
+        if isinstance(results, Tensor):
+            results = [results]
+        forward_falls_back = fallback_counts() != fallbacks_before
         for result in results:
             if result.requires_grad:
-                result.backward(torch.arange(1.0, result.numel() + 1).sin().view(result.shape).to(place))
+                numbers = torch.arange(1.0, result.numel() + 1).sin()
+                result.backward(numbers.view(result.shape).to(place))
     except RuntimeError:
-        return [], REFUSES
-    gradients = [real.grad.to_dense() if real.grad.is_sparse else real.grad for real in reals if real.grad is not None]
-    backward = BACKWARD if fallback_counts() != before else READS if xla.host_reads() != reads else LOWERED
-    return [result.detach() for result in results] + gradients, forward or backward
+        return Outcome(REFUSES, [])
+
+    tensors = [result.detach() for result in results]
+    for real in reals:
+        if real.grad is not None:
+            tensors.append(real.grad.to_dense() if real.grad.is_sparse else real.grad)
+
+    if forward_falls_back:
+        return Outcome(FALLS, tensors)
+    if fallback_counts() != fallbacks_before:
+        return Outcome(BACKWARD, tensors)
+    if xla.host_reads() != reads_before:
+        return Outcome(READS, tensors)
+    return Outcome(LOWERED, tensors)
 
 
 def measure(mesh: device.Mesh) -> list[tuple[Case, str, str]]:
     """Returns each case with its verdict and its substitute's. All that is lowered is one graph."""
-    cases = [case for field in CASES.values() for case in field]
-    expected = [run(case.code, torch.device("cpu"))[0] for case in cases]
-    ran = [[run(code, mesh.device) for code in (case.code, case.instead or case.code)] for case in cases]
+    cases = [case for of_field in CASES.values() for case in of_field]
+    expected = [run(case.code, torch.device("cpu")) for case in cases]
+    outcomes = []
+    for case in cases:
+        outcome = run(case.code, mesh.device)
+        substitute = run(case.instead or case.code, mesh.device)
+        outcomes.append((outcome, substitute))
     device.run_pending()
-    return [
-        (case, *(verdict if verdict == REFUSES or _same(tensors, wanted) else WRONG for tensors, verdict in pair))
-        for case, wanted, pair in zip(cases, expected, ran, strict=True)
-    ]
+
+    measured = []
+    for case, wanted, (outcome, substitute) in zip(cases, expected, outcomes, strict=True):
+        verdict = _verdict(outcome, wanted)
+        measured.append((case, verdict, _verdict(substitute, wanted)))
+    return measured
+
+
+def _verdict(outcome: Outcome, wanted: Outcome) -> str:
+    """Returns the outcome's verdict, or WRONG where its tensors are not those of the CPU."""
+    if outcome.verdict == REFUSES or _same(outcome.tensors, wanted.tensors):
+        return outcome.verdict
+    return WRONG
 
 
 def _same(tensors: list[Tensor], wanted: list[Tensor]) -> bool:
-    """Tells whether shapes, types and values on the device are those of the CPU, within float32's rounding."""
-    return len(tensors) == len(wanted) and all(
-        one.dtype == other.dtype and one.shape == other.shape and torch.allclose(one, other, rtol=1e-5, atol=1e-5)
-        for one, other in zip(device.read(tensors), wanted, strict=True)
-    )
+    """Tells whether shapes, types and values, within float32's rounding, are those of the CPU."""
+    if len(tensors) != len(wanted):
+        return False
+    for one, other in zip(device.read(tensors), wanted, strict=True):
+        if one.dtype != other.dtype or one.shape != other.shape:
+            return False
+        if not torch.allclose(one, other, rtol=1e-5, atol=1e-5):
+            return False
+    return True
 
 
 def page() -> str:
     """Returns docs/operations.md."""
-    found = [case.verdict for cases in CASES.values() for case in cases]
-    verdicts = "\n".join(f"| {verdict} | {found.count(verdict)} | {meaning} |" for verdict, meaning in MEANING.items())
+    found = [case.verdict for of_field in CASES.values() for case in of_field]
+    verdicts = []
+    for verdict, meaning in MEANING.items():
+        verdicts.append(f"| {verdict} | {found.count(verdict)} | {meaning} |")
     shapes = ", ".join(f"{name} {[*value.shape]}" for name, value in INPUTS.items())
-    text = INTRODUCTION.format(verdicts=verdicts, shapes=shapes)
+    text = INTRODUCTION.format(verdicts="\n".join(verdicts), shapes=shapes)
+
     for field, cases in CASES.items():
-        rows = [f"| `{code}` | {verdict} | {instead and f'`{instead}`'} |\n" for code, verdict, instead in cases]
-        text += f"## {field}\n\n| operation | on XLA | instead |\n|---|---|---|\n{''.join(rows)}\n"
-    code = "\n\n".join(map(inspect.getsource, (resize, grid_sample, roi_align, kept_boxes, unique_inverse)))
+        text += f"## {field}\n\n| operation | on XLA | instead |\n|---|---|---|\n"
+        for case in cases:
+            instead = f"`{case.instead}`" if case.instead else ""
+            text += f"| `{case.code}` | {case.verdict} | {instead} |\n"
+        text += "\n"
+
+    substitutes = (resize, grid_sample, roi_align, kept_boxes, unique_inverse)
+    code = "\n\n".join(map(inspect.getsource, substitutes))
     return f"{text}## Substitutes of more than a line\n\n```python\n{code}```\n"
 
 

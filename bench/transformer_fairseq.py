@@ -1,12 +1,14 @@
-"""The Transformer on a prepared folder: `train.transformer` against fairseq-train on this CPU, by the same recipe.
+"""The Transformer on a folder: `train.transformer` against fairseq-train on this CPU, one recipe.
 
 ours      python -m train.transformer base …, the command that is printed
 fairseq   fairseq-train and fairseq-generate of `make fairseq`, which read the same folder
-both      one core each, side by side; the same sizes, dictionary, number of updates, tokens a batch (fairseq's
-          --max-tokens counts places, as --batch-tokens does), Adam, inverse square root, label smoothing; float32.
-          Initial weights, order of the data and dropout masks differ: compare means and spread, not seeds
-measured  perplexity of the validation split every --eval-every updates, and sacreBLEU at the end: beam search with
-          the same beam and length penalty, the same references, no averaging of checkpoints
+both      one core each, side by side; the same sizes, dictionary, number of updates, tokens per
+          batch (fairseq's --max-tokens counts padding, as --batch-tokens does), Adam, inverse
+          square root, label smoothing; float32. Initial weights, order of the data and dropout
+          masks differ: compare means and spread, not seeds
+measured  perplexity of the validation split every --eval-every updates, and sacreBLEU at the end:
+          beam search with the same beam and length penalty, the same references, no averaging of
+          checkpoints
 run       make fairseq
           python -m bench.transformer_fairseq --data FOLDER --updates 800 --seeds 0,1,2
           --sides ours runs one side again, when only that has changed
@@ -22,7 +24,7 @@ import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import tyro
 
@@ -32,7 +34,7 @@ from models.transformer import ARCHITECTURES
 from train.transformer import ADAM, WARMUP_INIT_LR
 from train.translate import MAX_LENGTH_A, MAX_LENGTH_B
 
-# What torch_xla takes by default on a CPU draws 20 times slower: a third of the training step was dropout.
+# torch_xla's default on a CPU draws 20 times slower: a third of the training step was dropout.
 FAST_RANDOM = "three_fry"
 FAIRSEQ = Path(__file__).parent.parent / ".venv-fairseq/bin"
 COLOURS = {"ours": "tab:blue", "fairseq": "tab:orange"}
@@ -40,15 +42,15 @@ COLOURS = {"ours": "tab:blue", "fairseq": "tab:orange"}
 
 @dataclass(frozen=True)
 class Options:
-    data: str  # folder that `make data DATASET=wmt18` or fairseq-preprocess made, with a joint dictionary
+    data: str  # folder that `make data DATASET=wmt18` or fairseq-preprocess made, joint dictionary
     arch: str = "transformer_small"  # sizes, see models/transformer.py
     updates: int = 800  # of the weights
-    batch_tokens: int = 4096  # places a batch on either side
-    length: int = 64  # places of a row, into which our side packs sentence pairs; longer sentences are left out
+    batch_tokens: int = 4096  # tokens per batch on either side, padding counted
+    length: int = 64  # tokens of a row, in which our side packs pairs; longer sentences are dropped
     lr: float = 1e-3  # peak learning rate
     warmup_updates: int = 200  # linear; then with the inverse square root
     dropout: float = 0.1  # of embeddings and of each sub-layer's output
-    beam: int = 4  # hypotheses a sentence
+    beam: int = 4  # hypotheses per sentence
     length_penalty: float = 0.6  # exponent of a hypothesis' length
     eval_every: int = 100  # updates between evaluations
     seeds: str = "0,1,2"  # one run of each side for every seed
@@ -57,9 +59,17 @@ class Options:
     picture: str = ""  # PNG with the learning curves; "": none
 
 
+def flags_of(values: dict[str, Any]) -> list[str]:
+    """Returns --name value for each value."""
+    flags = []
+    for name, value in values.items():
+        flags += [f"--{name}", str(value)]
+    return flags
+
+
 def ours(options: Options, folder: str, seed: int) -> list[str]:
-    """Command of our side."""
-    flags = {
+    """Returns the command of our side; the run is written to `folder`/ours."""
+    values = {
         "data": options.data,
         "arch": options.arch,
         "dropout": options.dropout,
@@ -81,19 +91,30 @@ def ours(options: Options, folder: str, seed: int) -> list[str]:
         "name": "ours",
     }
     command = [sys.executable, "-m", "train.transformer", "base", "--pack"]
-    return command + [str(part) for flag, value in flags.items() for part in (f"--{flag}", value)]
+    return command + flags_of(values)
 
 
 def fairseq(options: Options, folder: str, seed: int, data: str) -> list[str]:
-    """Command of fairseq's training."""
+    """Returns the command of fairseq's training; checkpoints are written to `folder`."""
     arch = ARCHITECTURES[options.arch]
     if arch.pre_norm or arch.activation_dropout or arch.attention_dropout:
-        raise InputError(f"--arch {options.arch} has switches that this comparison does not pass on to fairseq")
-    flags = {"arch": "transformer", "dropout": options.dropout, "criterion": "label_smoothed_cross_entropy"}
+        raise InputError(
+            f"--arch {options.arch} has switches that this comparison does not pass on to fairseq"
+        )
+
+    values = {
+        "arch": "transformer",
+        "dropout": options.dropout,
+        "criterion": "label_smoothed_cross_entropy",
+    }
     for stack in ("encoder", "decoder"):
-        flags |= {f"{stack}-embed-dim": arch.dim, f"{stack}-ffn-embed-dim": arch.ffn_dim}
-        flags |= {f"{stack}-attention-heads": arch.heads, f"{stack}-layers": getattr(arch, f"{stack}_layers")}
-    flags |= {
+        values |= {
+            f"{stack}-embed-dim": arch.dim,
+            f"{stack}-ffn-embed-dim": arch.ffn_dim,
+            f"{stack}-attention-heads": arch.heads,
+            f"{stack}-layers": getattr(arch, f"{stack}_layers"),
+        }
+    values |= {
         "label-smoothing": 0.1,
         "optimizer": "adam",
         "adam-betas": str(ADAM["betas"]),
@@ -117,15 +138,23 @@ def fairseq(options: Options, folder: str, seed: int, data: str) -> list[str]:
         "log-interval": options.eval_every,
         "save-dir": folder,
     }
-    switches = ["--share-all-embeddings", "--skip-invalid-size-inputs-valid-test", "--cpu", "--no-epoch-checkpoints"]
-    command = [str(FAIRSEQ / "fairseq-train"), data, *switches]
-    return command + [str(part) for flag, value in flags.items() for part in (f"--{flag}", value)]
+    switches = [
+        "--share-all-embeddings",
+        "--skip-invalid-size-inputs-valid-test",
+        "--cpu",
+        "--no-epoch-checkpoints",
+    ]
+    return [str(FAIRSEQ / "fairseq-train"), data, *switches, *flags_of(values)]
 
 
 def start(command: list[str], log: Path, core: int) -> subprocess.Popen:
     """Starts a side on one core; its output goes to `log`."""
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "CPU_NUM_DEVICES": "1", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "1"}
-    environment["XLA_RNG_BIT_GENERATOR"] = FAST_RANDOM
+    environment = os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "CPU_NUM_DEVICES": "1",
+        "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "1",
+        "XLA_RNG_BIT_GENERATOR": FAST_RANDOM,
+    }
     with open(log, "w") as file:
         return subprocess.Popen(
             command,
@@ -137,32 +166,72 @@ def start(command: list[str], log: Path, core: int) -> subprocess.Popen:
 
 
 def succeeded(name: str, process: subprocess.Popen, log: Path) -> None:
-    """Waits for a side. Raises InputError with the end of what it wrote."""
+    """Waits for a side. Raises InputError with the end of what it wrote, if it failed."""
     if process.wait() != 0:
-        raise InputError(f"{name} failed:\n" + "\n".join(log.read_text().splitlines()[-15:]))
+        last_lines = log.read_text().splitlines()[-15:]
+        raise InputError(f"{name} failed:\n" + "\n".join(last_lines))
 
 
 def fairseq_bleu(options: Options, folder: str, data: str, core: int) -> float:
-    """sacreBLEU of fairseq-generate on the validation split, its hypotheses joined as ours are."""
+    """Returns sacreBLEU of fairseq-generate on the validation split.
+
+    Its hypotheses are joined to words as ours are.
+    """
     from sacrebleu.metrics import BLEU
 
-    flags = {"path": f"{folder}/checkpoint_last.pt", "gen-subset": "valid", "beam": options.beam}
-    flags |= {"lenpen": options.length_penalty, "max-len-a": MAX_LENGTH_A, "max-len-b": MAX_LENGTH_B}
-    flags |= {"max-tokens": options.batch_tokens, "required-batch-size-multiple": 1, "num-workers": 0}
+    values = {
+        "path": f"{folder}/checkpoint_last.pt",
+        "gen-subset": "valid",
+        "beam": options.beam,
+        "lenpen": options.length_penalty,
+        "max-len-a": MAX_LENGTH_A,
+        "max-len-b": MAX_LENGTH_B,
+        "max-tokens": options.batch_tokens,
+        "required-batch-size-multiple": 1,
+        "num-workers": 0,
+    }
     command = [str(FAIRSEQ / "fairseq-generate"), data, "--cpu", "--remove-bpe", "sentencepiece"]
-    command += [str(part) for flag, value in flags.items() for part in (f"--{flag}", value)]
+    command += flags_of(values)
     log = Path(folder, "generate.txt")
     succeeded("fairseq-generate", start(command, log, core), log)
-    found = {int(n): text for n, text in re.findall(r"^H-(\d+)\t\S+\t(.*)$", log.read_text(), re.MULTILINE)}
+
+    found = {}
+    for number, text in re.findall(r"^H-(\d+)\t\S+\t(.*)$", log.read_text(), re.MULTILINE):
+        found[int(number)] = text
     valid = wmt.open_pairs(options.data, "valid")
     if len(found) != len(valid):
         raise InputError(f"fairseq-generate translated {len(found)} of {len(valid)} sentences")
     hypotheses = [found[number] for number in range(len(valid))]
-    return BLEU(trg_lang=valid.target_language).corpus_score(hypotheses, [valid.references()]).score
+    bleu = BLEU(trg_lang=valid.target_language)
+    return bleu.corpus_score(hypotheses, [valid.references()]).score
+
+
+def result_of_ours(folder: str) -> dict:
+    """Returns {"bleu", "ppl", "curve": [[updates, perplexity]]} of a run in `folder`/ours."""
+    metrics = json.loads(Path(folder, "ours/summary.json").read_text())["metrics"]
+    curve = []
+    for text_line in Path(folder, "ours/metrics.jsonl").read_text().splitlines():
+        line = json.loads(text_line)
+        if "eval/ppl" in line:
+            curve.append([line["step"], line["eval/ppl"]])
+    return {"bleu": metrics["bleu"], "ppl": metrics["ppl"], "curve": curve}
+
+
+def fairseq_curve(log: Path) -> list[list]:
+    """Returns [[updates, perplexity]] of fairseq's evaluations."""
+    perplexity = {}
+    for found in re.findall(r"(\{.*\"valid_ppl\".*\})", log.read_text()):
+        record = json.loads(found)
+        perplexity[int(record["valid_num_updates"])] = float(record["valid_ppl"])
+    return [list(point) for point in sorted(perplexity.items())]
 
 
 def run(options: Options, seed: int, data: str) -> dict[str, dict]:
-    """The sides with one seed, each on a core of its own: {"ours" and "fairseq": {"bleu", "ppl", "curve"}}."""
+    """Runs the sides with one seed, each on a core of its own.
+
+    Returns:
+        By side {"bleu", "ppl", "curve": [[updates, perplexity]]}.
+    """
     cores = sorted(os.sched_getaffinity(0))
     with tempfile.TemporaryDirectory() as folder:
         commands = {}
@@ -172,6 +241,7 @@ def run(options: Options, seed: int, data: str) -> dict[str, dict]:
             commands["fairseq"] = fairseq(options, f"{folder}/fairseq", seed, data)
             os.makedirs(f"{folder}/fairseq")
         logs = {name: Path(folder, f"{name}.log") for name in commands}
+
         processes = {}
         for number, (name, command) in enumerate(commands.items()):
             print(shlex.join(command), flush=True)
@@ -182,56 +252,64 @@ def run(options: Options, seed: int, data: str) -> dict[str, dict]:
         finally:
             for process in processes.values():
                 process.kill()
+
         result = {}
         if "ours" in commands:
-            summary = json.loads(Path(folder, "ours/summary.json").read_text())
-            lines = [json.loads(line) for line in Path(folder, "ours/metrics.jsonl").read_text().splitlines()]
-            curve = [[line["step"], line["eval/ppl"]] for line in lines if "eval/ppl" in line]
-            result["ours"] = {"bleu": summary["metrics"]["bleu"], "ppl": summary["metrics"]["ppl"], "curve": curve}
+            result["ours"] = result_of_ours(folder)
         if "fairseq" in commands:
-            text = logs["fairseq"].read_text()
-            records = [json.loads(found) for found in re.findall(r"(\{.*\"valid_ppl\".*\})", text)]
-            curve = sorted({int(record["valid_num_updates"]): float(record["valid_ppl"]) for record in records}.items())
+            curve = fairseq_curve(logs["fairseq"])
             bleu = fairseq_bleu(options, f"{folder}/fairseq", data, cores[0])
-            result["fairseq"] = {"bleu": bleu, "ppl": curve[-1][1], "curve": [list(point) for point in curve]}
+            _, last_perplexity = curve[-1]
+            result["fairseq"] = {"bleu": bleu, "ppl": last_perplexity, "curve": curve}
     return result
 
 
 def draw(results: dict[str, list[dict]], path: str) -> None:
-    """Perplexity of the validation split against updates, a line a seed."""
+    """Draws the perplexity of the validation split against updates, one line per seed."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 3.6), dpi=120, layout="constrained")
     axes = figure.add_subplot(xlabel="update", ylabel="validation perplexity", yscale="log")
     for name, runs in results.items():
-        for number, one in enumerate(runs):
-            axes.plot(*zip(*one["curve"], strict=True), color=COLOURS[name], alpha=0.8, label=None if number else name)
+        for number, result in enumerate(runs):
+            updates, perplexities = zip(*result["curve"], strict=True)
+            label = name if number == 0 else None  # one entry per side in the legend
+            axes.plot(updates, perplexities, color=COLOURS[name], alpha=0.8, label=label)
     axes.grid(alpha=0.25, which="both")
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False)
     FigureCanvasAgg(figure).print_png(path)
 
 
+def row(name: str, runs: list[dict]) -> str:
+    """Returns a side's row of the table."""
+    bleu = [result["bleu"] for result in runs]
+    spread = statistics.stdev(bleu) if len(bleu) > 1 else float("nan")
+    each = ", ".join(f"{value:.1f}" for value in bleu)
+    perplexity = statistics.fmean(result["ppl"] for result in runs)
+    return f"| {name} | {statistics.fmean(bleu):.1f} ± {spread:.1f} ({each}) | {perplexity:.2f} |"
+
+
 def main(options: Options) -> None:
     """Runs the sides for every seed, prints a table and writes the figures."""
     if "fairseq" in options.sides and not (FAIRSEQ / "fairseq-train").exists():
         raise InputError("fairseq is not installed; `make fairseq` makes its environment")
+
     data = str(wmt.open_pairs(options.data, "train").folder)
     results: dict[str, list[dict]] = {name: [] for name in options.sides}
     for seed in map(int, options.seeds.split(",")):
         for name, result in run(options, seed, data).items():
             results[name].append(result)
-            print(f"seed {seed} {name}: BLEU {result['bleu']:.2f}, perplexity {result['ppl']:.2f}", flush=True)
+            figures = f"BLEU {result['bleu']:.2f}, perplexity {result['ppl']:.2f}"
+            print(f"seed {seed} {name}: {figures}", flush=True)
         Path(options.out).parent.mkdir(parents=True, exist_ok=True)
-        Path(options.out).write_text(json.dumps({"options": vars(options), "results": results}, indent=1))
+        record = {"options": vars(options), "results": results}
+        Path(options.out).write_text(json.dumps(record, indent=1))
+
     print("\n| | BLEU, mean ± sd (each seed) | perplexity |\n|---|---|---|")
     for name, runs in results.items():
-        bleu = [one["bleu"] for one in runs]
-        spread = statistics.stdev(bleu) if len(bleu) > 1 else float("nan")
-        each = ", ".join(f"{value:.1f}" for value in bleu)
-        perplexity = statistics.fmean(one["ppl"] for one in runs)
-        print(f"| {name} | {statistics.fmean(bleu):.1f} ± {spread:.1f} ({each}) | {perplexity:.2f} |")
+        print(row(name, runs))
     if options.picture:
         draw(results, options.picture)
 

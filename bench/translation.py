@@ -1,12 +1,14 @@
 """Speed of the Transformer on this CPU: training and beam search, against fairseq.
 
-ours      train.transformer's step, in length buckets and packed, and train.translate's beam search: compiled for one
-          XLA CPU device, or on plain PyTorch (--device cpu)
-fairseq   its Trainer on its own batches (sorted by length, at most --batch-tokens places) and its SequenceGenerator
-how       the same folder, sizes, dictionary, places a batch, float32, the same cores. One process a side, of which one
-          works at a time: blocks of updates, or of whole validation splits, in rotating order; ratios within a round
-units     target tokens a second, without padding; sentences a second. Both sides search with the same weights, those
-          of --model-dir
+ours      train.transformer's step, in length buckets and packed, and train.translate's beam search:
+          compiled for one XLA CPU device, or on plain PyTorch (--device cpu)
+fairseq   its Trainer on its own batches (sorted by length, at most --batch-tokens, padding counted)
+          and its SequenceGenerator
+how       the same folder, sizes, dictionary, tokens per batch, float32, the same cores. One process
+          per side, of which one works at a time: blocks of updates, or of whole validation splits,
+          in rotating order; ratios within a round
+units     target tokens a second, without padding; sentences a second. Both sides search with the
+          same weights, those of --model-dir
 run       make fairseq
           python -m bench.translation --data FOLDER --model-dir runs/<name>/export --device cpu
 
@@ -27,7 +29,7 @@ from typing import Literal
 import torch
 import tyro
 
-from bench.transformer_fairseq import FAIRSEQ, FAST_RANDOM, fairseq
+from bench.transformer_fairseq import FAIRSEQ, FAST_RANDOM, fairseq, flags_of
 from bench.transformer_fairseq import Options as Recipe
 from data import wmt
 from errors import InputError
@@ -42,12 +44,12 @@ class Options:
     device: Literal["xla", "cpu"] = "xla"  # of our side
     training: bool = True  # --no-training: the search alone
     arch: str = "transformer_small"  # sizes of the training, see models/transformer.py
-    batch_tokens: int = 4096  # places a batch on either side
-    length: int = 64  # places of a packed row
-    beam: int = 4  # hypotheses a sentence
+    batch_tokens: int = 4096  # tokens per batch on either side, padding counted
+    length: int = 64  # tokens of a packed row
+    beam: int = 4  # hypotheses per sentence
     length_penalty: float = 0.6  # exponent of a hypothesis' length
-    search_tokens: int = 16_384  # places of a batch of our search, hypotheses counted
-    sentences: int = 128  # sentences of a batch of fairseq's search
+    search_tokens: int = 16_384  # tokens per batch of our search, hypotheses and padding counted
+    sentences: int = 128  # sentences per batch of fairseq's search
     threads: int = 2  # cores of each side
     block: int = 8  # updates between two readings of the clock
     rounds: int = 7  # counted blocks of each contender
@@ -58,16 +60,32 @@ class Worker:
     """fairseq in a process of its own, which sleeps between commands."""
 
     def __init__(self, options: Options, data: str):
-        recipe = Recipe(options.data, options.arch, batch_tokens=options.batch_tokens, length=options.length)
-        flags = fairseq(recipe, "/nonexistent", 0, data)[1:]  # its trainer saves nothing here
-        search = {"beam": options.beam, "length-penalty": options.length_penalty, "sentences": options.sentences}
-        search |= {"max-len-a": translate.MAX_LENGTH_A, "max-len-b": translate.MAX_LENGTH_B}
-        search |= {"model-dir": options.model_dir} if options.model_dir else {}
-        command = [str(FAIRSEQ / "python"), str(Path(__file__).parent / "fairseq/worker.py"), *flags]
-        command += [str(part) for flag, value in search.items() for part in (f"--{flag}", value)]
-        environment = os.environ | {"OMP_NUM_THREADS": str(options.threads)}
-        pipe = subprocess.PIPE
-        self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=environment)
+        recipe = Recipe(
+            data=options.data,
+            arch=options.arch,
+            batch_tokens=options.batch_tokens,
+            length=options.length,
+        )
+        # Its trainer saves nothing in this folder.
+        _, *training = fairseq(recipe, "/nonexistent", seed=0, data=data)
+        search = {
+            "beam": options.beam,
+            "length-penalty": options.length_penalty,
+            "sentences": options.sentences,
+            "max-len-a": translate.MAX_LENGTH_A,
+            "max-len-b": translate.MAX_LENGTH_B,
+        }
+        if options.model_dir:
+            search["model-dir"] = options.model_dir
+        worker = Path(__file__).parent / "fairseq/worker.py"
+        command = [str(FAIRSEQ / "python"), str(worker), *training, *flags_of(search)]
+        self.process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=os.environ | {"OMP_NUM_THREADS": str(options.threads)},
+        )
 
     def __call__(self, command: str) -> dict:
         """Sends a command and waits for its answer. Raises InputError if the process has ended."""
@@ -79,39 +97,58 @@ class Worker:
         return json.loads(line)
 
 
-def training(config: transformer.Config, mesh: device.Mesh) -> Callable[[int], tuple[float, int]]:
-    """A function that makes n updates: (seconds, real target tokens). Every shape is compiled beforehand."""
+@dataclass(frozen=True)
+class Trained:
+    """What a side has done in a block of updates."""
+
+    seconds: float
+    tokens: int  # of the target, without padding
+
+
+@dataclass(frozen=True)
+class Translated:
+    """What a side has made of the validation split."""
+
+    seconds: float
+    text: list[str]
+
+
+def training(config: transformer.Config, mesh: device.Mesh) -> Callable[[int], Trained]:
+    """Returns a function that makes n updates. Every shape is compiled beforehand."""
     data = transformer.open_data(config)
-    pairs, plan = data.train, translate.training_plan(data.train, config)
+    pairs = data.train
+    plan = translate.training_plan(pairs, config)
     state = transformer.build(config, data, mesh)
     state.model.train()
     step = device.compiled(transformer.train_step, mesh, len(plan.shapes))
     loader = loading.parallel_loader(pairs, plan, mesh, train=True, start=0, stop=10**6, workers=0)
     device.set_lr(state.optimizer, 1e-4)
 
-    def run(updates: int) -> tuple[float, int]:
-        batches, started = [], time.perf_counter()
+    def run(updates: int) -> Trained:
+        batches = []
+        started = time.perf_counter()
         for _ in range(updates):
-            batches.append(next(loader))
-            metrics = step(state, batches[-1], config, mesh)
+            batch = next(loader)
+            batches.append(batch)
+            metrics = step(state, batch, config, mesh)
         device.fetch([metrics["loss"]])
         seconds = time.perf_counter() - started
-        return seconds, sum(int((batch["target"].cpu() != wmt.PAD).sum()) for batch in batches)
+        tokens = sum(int((batch["target"].cpu() != wmt.PAD).sum()) for batch in batches)
+        return Trained(seconds, tokens)
 
-    if not mesh.compiles:
-        return run
-    # Compiles every shape.
-    seen = set()
-    with loading.parallel_loader(pairs, plan, mesh, train=False) as every:
-        for batch in every:
-            if batch["source"].shape not in seen:
-                seen.add(batch["source"].shape)
-                step(state, batch, config, mesh)
+    if mesh.compiles:
+        compiled = set()
+        with loading.parallel_loader(pairs, plan, mesh, train=False) as one_epoch:
+            for batch in one_epoch:
+                shape = batch["source"].shape
+                if shape not in compiled:
+                    compiled.add(shape)
+                    step(state, batch, config, mesh)
     return run
 
 
-def searching(options: Options, mesh: device.Mesh) -> Callable[[], tuple[float, list[str]]]:
-    """A function that translates the validation split: (seconds, text)."""
+def searching(options: Options, mesh: device.Mesh) -> Callable[[], Translated]:
+    """Returns a function that translates the validation split; it has done so once."""
     model, _ = translate.load(options.model_dir, mesh)
     pairs = wmt.open_pairs(options.data, "valid")
     config = translate.Config(
@@ -123,10 +160,10 @@ def searching(options: Options, mesh: device.Mesh) -> Callable[[], tuple[float, 
     )
     translator = translate.Translator(model, mesh, config)
 
-    def run() -> tuple[float, list[str]]:
+    def run() -> Translated:
         started = time.perf_counter()
         text = translator(pairs)
-        return time.perf_counter() - started, text
+        return Translated(time.perf_counter() - started, text)
 
     run()
     return run
@@ -136,14 +173,20 @@ def table(title: str, rates: dict[str, list[float]], unit: str, reference: str) 
     """Prints medians and, round by round, the ratio to the reference."""
     print(f"\n| {title} | {unit}, median (min to max) | / {reference}'s |\n|---|---|---|")
     for name, values in rates.items():
-        ratios = sorted(a / b for a, b in zip(values, rates[reference], strict=True))
-        ratio = f"{statistics.median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})" if name != reference else "1"
-        print(f"| {name} | {statistics.median(values):,.0f} ({min(values):,.0f} to {max(values):,.0f}) | {ratio} |")
+        rate = f"{statistics.median(values):,.0f} ({min(values):,.0f} to {max(values):,.0f})"
+        ratio = "1"
+        if name != reference:
+            ratios = [its / other for its, other in zip(values, rates[reference], strict=True)]
+            median = statistics.median(ratios)
+            ratio = f"{median:.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
+        print(f"| {name} | {rate} | {ratio} |")
 
 
-def compare_training(options: Options, mesh: device.Mesh, other: Worker) -> dict[str, list[float]]:
-    """Target tokens a second of each side in each round."""
-    config = replace(
+def compare_training(
+    options: Options, mesh: device.Mesh, fairseq_worker: Worker
+) -> dict[str, list[float]]:
+    """Returns target tokens a second of each side in each round."""
+    buckets = replace(
         transformer.Config(),
         data=options.data,
         arch=options.arch,
@@ -152,62 +195,87 @@ def compare_training(options: Options, mesh: device.Mesh, other: Worker) -> dict
         precision="float32",
         workers=0,
     )
-    sides = {"ours, length buckets": training(config, mesh)}
-    sides["ours, packed"] = training(replace(config, pack=True, lengths=(options.length,)), mesh)
-    rates: dict[str, list[float]] = {name: [] for name in [*sides, "fairseq"]}
+    packed = replace(buckets, pack=True, lengths=(options.length,))
+
+    def train_fairseq(updates: int) -> Trained:
+        answer = fairseq_worker(f"train {updates}")
+        return Trained(answer["seconds"], answer["tokens"])
+
+    sides = {
+        "ours, length buckets": training(buckets, mesh),
+        "ours, packed": training(packed, mesh),
+        "fairseq": train_fairseq,
+    }
+    rates: dict[str, list[float]] = {name: [] for name in sides}
+    names = list(sides)
     for number in range(-1, options.rounds):  # the first is a warm-up
-        names = list(rates)
-        for name in names[number % 3 :] + names[: number % 3]:
-            if name == "fairseq":
-                answer = other(f"train {options.block}")
-                seconds, tokens = answer["seconds"], answer["tokens"]
-            else:
-                seconds, tokens = sides[name](options.block)
+        first = number % len(names)
+        for name in names[first:] + names[:first]:
+            trained = sides[name](options.block)
             if number >= 0:
-                rates[name].append(tokens / seconds)
+                rates[name].append(trained.tokens / trained.seconds)
     return rates
+
+
+def compare_search(options: Options, mesh: device.Mesh, fairseq_worker: Worker) -> dict:
+    """Times the search of both sides, prints a table and how far their translations agree.
+
+    Returns:
+        {"search": sentences a second by side and round, "same": share of equal translations,
+        "bleu": by side}.
+    """
+    from sacrebleu.metrics import BLEU
+
+    valid = wmt.open_pairs(options.data, "valid")
+
+    def search_fairseq() -> Translated:
+        answer = fairseq_worker("translate")
+        text = [valid.decode(tokens) for tokens in answer["hypotheses"]]
+        return Translated(answer["seconds"], text)
+
+    sides = {"ours": searching(options, mesh), "fairseq": search_fairseq}
+    fairseq_worker("translate")  # a warm-up
+    rates: dict[str, list[float]] = {"ours": [], "fairseq": []}
+    text: dict[str, list[str]] = {}
+    for number in range(max(options.rounds // 2, 3)):
+        for name in ("ours", "fairseq") if number % 2 else ("fairseq", "ours"):
+            translated = sides[name]()
+            text[name] = translated.text
+            rates[name].append(len(valid) / translated.seconds)
+    table(f"beam search, beam {options.beam}", rates, "sentences/s", "fairseq")
+
+    pairs = zip(text["ours"], text["fairseq"], strict=True)
+    same = statistics.fmean(ours == theirs for ours, theirs in pairs)
+    bleu = {}
+    for name, lines in text.items():
+        bleu[name] = BLEU().corpus_score(lines, [valid.references()]).score
+    scores = ", ".join(f"{name} {score:.2f}" for name, score in bleu.items())
+    print(f"\n{same:.1%} of the translations are the same; BLEU {scores}")
+    return {"search": rates, "same": same, "bleu": bleu}
 
 
 def main(options: Options) -> None:
     """Measures, prints two tables and writes the figures."""
-    from sacrebleu.metrics import BLEU
-
     if not (FAIRSEQ / "python").exists():
         raise InputError("fairseq is not installed; `make fairseq` makes its environment")
+
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: options.threads])
-    os.environ |= {"CPU_NUM_DEVICES": "1", "PJRT_DEVICE": "CPU", "XLA_RNG_BIT_GENERATOR": FAST_RANDOM}
+    os.environ["CPU_NUM_DEVICES"] = "1"
+    os.environ["PJRT_DEVICE"] = "CPU"
+    os.environ["XLA_RNG_BIT_GENERATOR"] = FAST_RANDOM
     torch.set_num_threads(options.threads)
     mesh = device.setup(0, "float32", kind=options.device)
-    valid = wmt.open_pairs(options.data, "valid")
-    other = Worker(options, str(valid.folder))
+    folder = wmt.open_pairs(options.data, "valid").folder
+    fairseq_worker = Worker(options, str(folder))
+
     figures: dict = {"options": vars(options)}
     if options.training:
-        rates = figures["training"] = compare_training(options, mesh, other)
+        rates = compare_training(options, mesh, fairseq_worker)
+        figures["training"] = rates
         table("training", rates, "target tokens/s", "fairseq")
-
     if options.model_dir:
-        search = searching(options, mesh)
-        other("translate")
-        rates = {"ours": [], "fairseq": []}
-        text: dict[str, list[str]] = {}
-        for number in range(max(options.rounds // 2, 3)):
-            for name in ("ours", "fairseq") if number % 2 else ("fairseq", "ours"):
-                if name == "ours":
-                    seconds, text[name] = search()
-                else:
-                    answer = other("translate")
-                    seconds = answer["seconds"]
-                    text[name] = [valid.decode(tokens) for tokens in answer["hypotheses"]]
-                rates[name].append(len(valid) / seconds)
-        figures["search"] = rates
-        table(f"beam search, beam {options.beam}", rates, "sentences/s", "fairseq")
-        same = statistics.fmean(ours == theirs for ours, theirs in zip(*text.values(), strict=True))
-        bleu = {name: BLEU().corpus_score(lines, [valid.references()]).score for name, lines in text.items()}
-        figures |= {"same": same, "bleu": bleu}
-        print(
-            f"\n{same:.1%} of the translations are the same; BLEU " + ", ".join(f"{n} {b:.2f}" for n, b in bleu.items())
-        )
-    other.process.kill()
+        figures |= compare_search(options, mesh, fairseq_worker)
+    fairseq_worker.process.kill()
     Path(options.out).parent.mkdir(parents=True, exist_ok=True)
     Path(options.out).write_text(json.dumps(figures, indent=1))
 

@@ -1,13 +1,16 @@
-"""Time of the scripts' train steps beside the usual ones of bench/stock.py, on this CPU or GPU: what is fast on a TPU
-must not be slow there.
+"""Time of the scripts' train steps beside the usual ones of bench/stock.py, on this CPU or GPU.
+
+What is fast on a TPU must not be slow there.
 
     xla      both steps compiled for one XLA CPU device
-    cpu      both steps on plain PyTorch, where our layers take its own kernels; fused optimizers on both sides
+    cpu      both steps on plain PyTorch, where our layers take its own kernels; fused optimizers on
+             both sides
     cuda     the same on a GPU: the scripts' own networks, bfloat16, text of 512 tokens
-    how      on a CPU float32, small networks; random batches of the shapes that the scripts have, dropout on; blocks of
-             steps, ours and the usual one in turn, in one process; ratios within a round
-    random   numbers of dropout on XLA: XLA_RNG_BIT_GENERATOR=three_fry for both sides (torch_xla's default on a CPU
-             draws 20 times slower)
+    how      on a CPU float32, small networks; random batches of the shapes that the scripts have,
+             dropout on; blocks of steps, ours and the usual one in turn, in one process; ratios
+             within a round
+    random   numbers of dropout on XLA: XLA_RNG_BIT_GENERATOR=three_fry for both sides (torch_xla's
+             default on a CPU draws 20 times slower)
     run      python -m bench.usual_step
              python -m bench.usual_step --device cpu --only bert --rounds 15
              python -m bench.usual_step --device cuda --rounds 7 --seconds 0.7
@@ -40,30 +43,45 @@ from train.common.mesh import WHOLE
 
 TEXT_TOKENS = {"xla": 128, "cpu": 128, "cuda": 512}
 FLOAT = ("--precision", "float32")
+SIDES = ("ours", "usual")
+WORDS = 1000  # of random text
+SPECIAL_WORDS = 10  # the first of them, which random text leaves out
+CLASSES = {"next_sentence": 2, "label": 10}  # of labels that are no words, by their name
+
+
+def _job(model: str, preset: str, batch: int, *flags: str) -> compiling.Job:
+    return compiling.Job(model, preset, task="", flags=flags, batch=batch)
+
+
+def _pretraining(model: str, batch: int, *flags: str) -> compiling.Job:
+    return compiling.Job(model, "full", task="pretrain", flags=flags, batch=batch)
+
+
+_SMALL_IMAGES = (*FLOAT, "--norm-groups", "1", "--image-size", "64")
+_SMALL_ENCODER = (*FLOAT, "--size", "mini")
+_SMALL_TRANSFORMER = ("--arch", "transformer_small", "--dropout", "0.1", "--lengths", "32")
 JOBS = {
-    "ResNet": compiling.Job("resnet50", "tiny", "", (*FLOAT, "--norm-groups", "1", "--image-size", "64"), 32),
-    "BERT pretraining": compiling.Job("bert", "full", "pretrain", (*FLOAT, "--size", "mini"), 8),
-    "RoBERTa pretraining": compiling.Job("roberta", "full", "pretrain", (*FLOAT, "--size", "mini"), 8),
-    "DistilBERT pretraining": compiling.Job("distilbert", "full", "pretrain", (*FLOAT, "--size", "mini"), 8),
-    "XLNet pretraining": compiling.Job("xlnet", "full", "pretrain", (*FLOAT, "--size", "mini"), 8),
-    "Transformer": compiling.Job(
-        "transformer", "tiny", "", (*FLOAT, "--arch", "transformer_small", "--dropout", "0.1", "--lengths", "32"), 32
-    ),
-    "DLRM": compiling.Job("dlrm", "kaggle", "", (*FLOAT, "--hash-rows", "20000"), 512),
+    "ResNet": _job("resnet50", "tiny", 32, *_SMALL_IMAGES),
+    "BERT pretraining": _pretraining("bert", 8, *_SMALL_ENCODER),
+    "RoBERTa pretraining": _pretraining("roberta", 8, *_SMALL_ENCODER),
+    "DistilBERT pretraining": _pretraining("distilbert", 8, *_SMALL_ENCODER),
+    "XLNet pretraining": _pretraining("xlnet", 8, *_SMALL_ENCODER),
+    "Transformer": _job("transformer", "tiny", 32, *FLOAT, *_SMALL_TRANSFORMER),
+    "DLRM": _job("dlrm", "kaggle", 512, *FLOAT, "--hash-rows", "20000"),
 }
 GPU_JOBS = {
-    "ResNet-50": compiling.Job("resnet50", "full", "", ("--norm-groups", "1"), 256),
-    "BERT GLUE": compiling.Job("bert", "full", "mrpc", (), 32),
-    "BERT pretraining": compiling.Job("bert", "full", "pretrain", (), 32),
-    "RoBERTa pretraining": compiling.Job("roberta", "full", "pretrain", (), 32),
-    "DistilBERT pretraining": compiling.Job("distilbert", "full", "pretrain", (), 32),
-    "XLNet pretraining": compiling.Job("xlnet", "full", "pretrain", (), 32),
-    "Transformer": compiling.Job("transformer", "base", "", (), 128),
-    "DLRM": compiling.Job("dlrm", "kaggle", "", ("--hash-rows", "1000000"), 2048),
-    "BERT-large": compiling.Job("bert", "full", "pretrain", ("--size", "large"), 32),
-    "BERT-large, --remat": compiling.Job("bert", "full", "pretrain", ("--size", "large", "--remat"), 32),
-    "XLNet-large": compiling.Job("xlnet", "full", "pretrain", ("--size", "large"), 16),
-    "RoBERTa-1.3b, --remat": compiling.Job("roberta", "full", "pretrain", ("--size", "1.3b", "--remat"), 32),
+    "ResNet-50": _job("resnet50", "full", 256, "--norm-groups", "1"),
+    "BERT GLUE": compiling.Job("bert", "full", task="mrpc", flags=(), batch=32),
+    "BERT pretraining": _pretraining("bert", 32),
+    "RoBERTa pretraining": _pretraining("roberta", 32),
+    "DistilBERT pretraining": _pretraining("distilbert", 32),
+    "XLNet pretraining": _pretraining("xlnet", 32),
+    "Transformer": _job("transformer", "base", 128),
+    "DLRM": _job("dlrm", "kaggle", 2048, "--hash-rows", "1000000"),
+    "BERT-large": _pretraining("bert", 32, "--size", "large"),
+    "BERT-large, --remat": _pretraining("bert", 32, "--size", "large", "--remat"),
+    "XLNet-large": _pretraining("xlnet", 16, "--size", "large"),
+    "RoBERTa-1.3b, --remat": _pretraining("roberta", 32, "--size", "1.3b", "--remat"),
 }
 
 
@@ -76,77 +94,134 @@ class Options:
     out: str = "runs/bench/usual_step.json"  # where the figures go
 
 
-def values(name: str, shape: torch.Size, dtype: torch.dtype, job: compiling.Job, tokens: int) -> Tensor:
-    """Random numbers that an entry of a batch may have."""
+def values(
+    name: str, shape: torch.Size, dtype: torch.dtype, job: compiling.Job, tokens: int
+) -> Tensor:
+    """Returns random numbers that an entry of a batch may have."""
     if dtype == torch.uint8:
         return torch.randint(0, 256, shape, dtype=dtype)
-    if name in ("attention_mask", "weights", "mask", "token_type_ids"):
-        return torch.full(shape, 0 if name == "token_type_ids" else 1, dtype=dtype)
+    if name == "token_type_ids":
+        return torch.full(shape, 0, dtype=dtype)
+    if name in ("attention_mask", "weights", "mask"):
+        return torch.full(shape, 1, dtype=dtype)
     if dtype.is_floating_point:
-        return torch.randint(0, 2, shape).to(dtype) if name == "label" else torch.randn(shape, dtype=dtype)
+        if name == "label":
+            return torch.randint(0, 2, shape).to(dtype)
+        return torch.randn(shape, dtype=dtype)
     if job.script is dlrm:
-        rows = [min(count, job.config(1).hash_rows) for count in steps.KAGGLE_ROWS]
-        return torch.stack([torch.randint(0, count, shape[:1], dtype=dtype) for count in rows], 1)
+        most = job.config(1).hash_rows
+        ids = []
+        for rows in steps.KAGGLE_ROWS:
+            ids.append(torch.randint(0, min(rows, most), shape[:1], dtype=dtype))
+        return torch.stack(ids, 1)
     if name == "order":
         return torch.stack([torch.randperm(shape[1]) for _ in range(shape[0])]).to(dtype)
     if name == "positions":
-        return torch.stack([torch.randperm(tokens)[: shape[1]] for _ in range(shape[0])]).to(dtype)
-    most = {"next_sentence": 2, "label": 10, "labels": 2 if job.script is glue else 1000}.get(name, 1000)
-    return torch.randint(0 if most < 1000 else 10, most, shape, dtype=dtype)
+        drawn = [torch.randperm(tokens)[: shape[1]] for _ in range(shape[0])]
+        return torch.stack(drawn).to(dtype)
+    if name in CLASSES:
+        return torch.randint(0, CLASSES[name], shape, dtype=dtype)
+    if name == "labels" and job.script is glue:
+        return torch.randint(0, 2, shape, dtype=dtype)
+    return torch.randint(SPECIAL_WORDS, WORDS, shape, dtype=dtype)
 
 
 def make(job: compiling.Job, usual: bool, mesh: device.Mesh) -> Callable[[], Tensor]:
-    """A function that starts a step and returns its loss."""
+    """Returns a function that starts a step and returns its loss."""
     torch.manual_seed(0)
     layout = getattr(job.config(1), "layout", WHOLE)
-    script, mesh = (stock.FUNCTIONS[job.script], mesh) if usual else (job.script, sharding.arranged(mesh, layout))
+    if usual:
+        script = stock.FUNCTIONS[job.script]
+    else:
+        script = job.script
+        mesh = sharding.arranged(mesh, layout)
     tokens = TEXT_TOKENS[mesh.device.type]
     options = {"tokens": tokens} if job.script is pretrain else {}
     step = compiling.MAKERS[job.script](job.config(1), mesh, script, **options)
     state, batches = step.arguments[:2]
     if usual and layout.remat:
         state.model.gradient_checkpointing_enable()
+
     for batch in batches if isinstance(batches, tuple) else [batches]:
         for name, tensor in batch.items():
-            batch[name] = values(name, tensor.shape, tensor.dtype, job, tokens).to(mesh.device)
-            device.annotate(batch[name], mesh.spmd, ("data",) + (None,) * (tensor.dim() - 1))
+            drawn = values(name, tensor.shape, tensor.dtype, job, tokens)
+            batch[name] = drawn.to(mesh.device)
+            by_examples = ("data",) + (None,) * (tensor.dim() - 1)
+            device.annotate(batch[name], mesh.spmd, by_examples)
     device.set_lr(state.optimizer, 1e-3)
     function = device.compiled(step.function, mesh)
     return lambda: function(*step.arguments)["loss"]
 
 
 def waiting(start: Callable[[], Tensor]) -> Callable[[int], None]:
-    """A function that runs n steps and waits for them."""
+    """Returns a function that runs n steps and waits for them."""
 
     def run(count: int) -> None:
         # Each step needs the one before, so reading the last loss waits for all of them.
         for _ in range(count):
             loss = start()
-        assert (loss.item() if loss.device.type == "cpu" else device.fetch([loss])[0]) > 0
+        if loss.device.type == "cpu":
+            number = loss.item()
+        else:
+            number = device.fetch([loss])[0]
+        assert number > 0
 
     return run
 
 
-def measure(job: compiling.Job, options: Options, mesh: device.Mesh) -> tuple[dict[str, list[float]], dict[str, float]]:
-    """Milliseconds a step of "ours" and "usual" in each round; GiB that each needs, of a GPU."""
-    runs, blocks, memory = {}, {}, {}
-    for name in ("ours", "usual"):
+@dataclass(frozen=True)
+class Measured:
+    """The figures of a job, by side."""
+
+    milliseconds: dict[str, list[float]]  # a step, in each round
+    gib: dict[str, float]  # memory that it needs, of a GPU
+
+
+def measure(job: compiling.Job, options: Options, mesh: device.Mesh) -> Measured:
+    """Times blocks of steps of both sides in turn."""
+    runs = {}
+    block_steps = {}
+    memory = {}
+    for side in SIDES:
         before = torch.cuda.memory_allocated()  # 0 without a GPU
-        run = runs[name] = waiting(make(job, name == "usual", mesh))
+        run = waiting(make(job, side == "usual", mesh))
+        runs[side] = run
         if torch.cuda.is_initialized():
             torch.cuda.reset_peak_memory_stats()
         run(3)
+
         started = time.perf_counter()
         run(3)
-        blocks[name] = max(1, round(3 * options.seconds / (time.perf_counter() - started)))
-        memory[name] = (torch.cuda.max_memory_allocated() - before) / GIB
-    times: dict[str, list[float]] = {name: [] for name in runs}
+        a_step = (time.perf_counter() - started) / 3
+        block_steps[side] = max(1, round(options.seconds / a_step))
+        memory[side] = (torch.cuda.max_memory_allocated() - before) / GIB
+
+    times: dict[str, list[float]] = {side: [] for side in SIDES}
     for number in range(options.rounds):
-        for name in sorted(runs, reverse=number % 2 == 1):
+        for side in sorted(SIDES, reverse=number % 2 == 1):
             started = time.perf_counter()
-            runs[name](blocks[name])
-            times[name].append(1000 * (time.perf_counter() - started) / blocks[name])
-    return times, memory
+            runs[side](block_steps[side])
+            seconds = time.perf_counter() - started
+            times[side].append(1000 * seconds / block_steps[side])
+    return Measured(times, memory)
+
+
+def row(name: str, device_kind: str, measured: Measured) -> str:
+    """Returns a job's row of the table."""
+    ours = measured.milliseconds["ours"]
+    usual = measured.milliseconds["usual"]
+    ratios = [own / other for own, other in zip(ours, usual, strict=True)]
+    low, _, high = statistics.quantiles(ratios, n=4)
+    cells = [
+        name,
+        device_kind,
+        f"{statistics.median(ours):.1f}",
+        f"{statistics.median(usual):.1f}",
+        f"{statistics.median(ratios):.2f} ({low:.2f} to {high:.2f})",
+    ]
+    for gib in measured.gib.values():
+        cells.append(f"{gib:.2f}" if device_kind == "cuda" else "")
+    return f"| {' | '.join(cells)} |"
 
 
 def main(options: Options) -> None:
@@ -154,34 +229,28 @@ def main(options: Options) -> None:
     os.environ["CPU_NUM_DEVICES"] = "1"
     os.environ.setdefault("XLA_RNG_BIT_GENERATOR", "three_fry")
     gpu = options.device == "cuda"
-    every = GPU_JOBS if gpu else JOBS
-    jobs = {name: job for name, job in every.items() if options.only.lower() in name.lower()}
+    known = GPU_JOBS if gpu else JOBS
+    jobs = {name: job for name, job in known.items() if options.only.lower() in name.lower()}
     if not jobs:
-        raise InputError(f"--only is {options.only!r}, but the steps are: {', '.join(every)}")
+        raise InputError(f"--only is {options.only!r}, but the steps are: {', '.join(known)}")
     if options.rounds < 2:
         raise InputError(f"--rounds is {options.rounds}; a spread needs at least 2")
     path = Path(options.out)
     if path.is_dir():
         raise InputError(f"--out is {path}, a folder; give a file")
+
     mesh = device.setup(seed=0, precision="bfloat16" if gpu else "float32", kind=options.device)
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     record: dict[str, dict] = {}
     print(
-        "| step | | ours, ms | usual, ms | ours / usual, median (quarter to three quarters) | ours, GiB | usual |\n"
+        "| step | | ours, ms | usual, ms | ours / usual, median (quarter to three quarters) "
+        "| ours, GiB | usual |\n"
         "|---|---|---|---|---|---|---|"
     )
     for name, job in jobs.items():
-        times, memory = measure(job, options, mesh)
-        record[name] = times | {"gib": memory}
-        ratios = [own / other for own, other in zip(times["ours"], times["usual"], strict=True)]
-        low, _, high = statistics.quantiles(ratios, n=4)
-        ours, usual = (statistics.median(times[side]) for side in ("ours", "usual"))
-        print(
-            f"| {name} | {options.device} | {ours:.1f} | {usual:.1f} "
-            f"| {statistics.median(ratios):.2f} ({low:.2f} to {high:.2f}) "
-            f"| {' | '.join(f'{gib:.2f}' if gpu else '' for gib in memory.values())} |",
-            flush=True,
-        )
+        measured = measure(job, options, mesh)
+        record[name] = {**measured.milliseconds, "gib": measured.gib}
+        print(row(name, options.device, measured), flush=True)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({"options": vars(options), "step_ms": record}, indent=1) + "\n")
 

@@ -116,7 +116,7 @@ def learning_rate(config: Config, step: int, total_steps: int) -> float:
 def validate(config: Config) -> Config:
     """Returns the config with the model's recipe where a field is None; raises InputError where a
     value is outside its range."""
-    recipe = encoders.record(config.model).fine_tuning
+    recipe = encoders.by_name(config.model).fine_tuning
     for name in ("epochs", "lr", "warmup", "weight_decay"):
         if getattr(config, name) is None:
             config = replace(config, **{name: getattr(recipe, name)})
@@ -189,9 +189,9 @@ def _open_encoder(
         return opened.config, opened.tokenizer, source
 
     sentences = [*train_texts.first, *(train_texts.second or [])]
-    kind = encoders.record(config.model).tokenizer
+    kind = encoders.by_name(config.model).tokenizer
     tokenizer = vocabulary.learn(sentences, kind, SYNTHETIC_WORDS)
-    settings = encoders.configuration(config.model, "tiny", tokenizer, config.lengths[-1])
+    settings = encoders.new_configuration(config.model, "tiny", tokenizer, config.lengths[-1])
     settings.initializer_range = SYNTHETIC_INIT
     return settings, tokenizer, None
 
@@ -265,7 +265,7 @@ def build(config: Config, data: Data, mesh: Mesh) -> State:
     model = device.to_device(model, mesh, encoders.rules)
 
     groups = architectures.parameter_groups(model, config.weight_decay)
-    betas = (0.9, encoders.record(config.model).fine_tuning.beta2)
+    betas = (0.9, encoders.by_name(config.model).fine_tuning.beta2)
     # XLA has no foreach kernels.
     optimizer = torch.optim.AdamW(groups, config.lr, betas, ADAM_EPS, foreach=False)
     device.init_optimizer_state(optimizer, mesh)
@@ -283,8 +283,8 @@ def forward(
             [B], 0 for a row of padding.
     """
     with mesh.autocast():
-        logits = classification.logits(state.model, batch)
-    losses = classification.losses(logits, batch["labels"])
+        logits = classification.compute_logits(state.model, batch)
+    losses = classification.compute_losses(logits, batch["labels"])
     return {"loss": (losses * batch["mask"]).sum(), "examples": batch["mask"].sum()}
 
 
@@ -310,7 +310,7 @@ def update(state: State, config: Config) -> dict[str, Tensor]:
 def eval_step(state: State, batch: dict[str, Tensor], config: Config, mesh: Mesh) -> Tensor:
     """Returns logits [B, labels], on all devices and so on all hosts."""
     with torch.no_grad(), mesh.autocast():
-        logits = classification.logits(state.model, batch)
+        logits = classification.compute_logits(state.model, batch)
     logits = logits.float()
     device.replicate(logits, mesh)
     return logits
@@ -390,7 +390,7 @@ def task_metrics(task: str, logits: Tensor, labels: Tensor) -> dict[str, float]:
     is_regression = logits.shape[1] == 1
     predictions = logits[:, 0] if is_regression else logits.argmax(1)
     metrics = glue.score(task, predictions.numpy(), labels.numpy())
-    loss = classification.losses(logits, labels).sum() / len(labels)
+    loss = classification.compute_losses(logits, labels).sum() / len(labels)
     metrics["loss"] = loss.item()
     return metrics
 
@@ -430,7 +430,7 @@ def main(config: Config) -> dict[str, float]:
         config.layout,
         safe_forms=config.safe_forms,
     )
-    varies = encoders.record(config.model).tokenizer in vocabulary.VARYING
+    varies = encoders.by_name(config.model).tokenizer in vocabulary.VARYING
     if mesh.process_count > 1 and varies and not config.checkpoint:
         # Each host would learn another vocabulary.
         trial = f"the trial of --model {config.model} is for one host"

@@ -118,7 +118,7 @@ class State(NamedTuple):
 
 def recipe_of(config: Config) -> Pretraining:
     """Returns the published numbers for a model of this size."""
-    encoder = encoders.record(config.model)
+    encoder = encoders.by_name(config.model)
     return encoder.pretraining_of_size.get(config.size, encoder.pretraining)
 
 
@@ -142,11 +142,11 @@ def validate(config: Config) -> Config:
     cli.at_least(config, 0, "predictions", "lr", "warmup_steps", "save_every", "seed")
     cli.at_least(config, -1, "workers")
     cli.need_data(config, "a folder that `make data` made")
-    encoder = encoders.record(config.model)
+    encoder = encoders.by_name(config.model)
     if encoder.teacher and not config.teacher and config.data != "synthetic":
-        such_as = encoders.record(encoder.teacher).fine_tuning.checkpoint
+        such_as = encoders.by_name(encoder.teacher).fine_tuning.checkpoint
         raise InputError(f"--teacher is missing: give a folder or hub id, such as {such_as}")
-    if config.next_sentence and encoder.head.next_sentence is None:
+    if config.next_sentence and encoder.language_head.next_sentence_logits is None:
         raise InputError(f"--next-sentence is an objective of bert, not of {config.model}")
     return config
 
@@ -158,7 +158,7 @@ def open_data(config: Config) -> Data:
     model = _open_model(config, train)
 
     teacher = None
-    if encoders.record(config.model).teacher:
+    if encoders.by_name(config.model).teacher:
         folder = files.local_folder(config.teacher)
         open_teacher = objectives.of_encoder(config.model).open_teacher
         is_new = not config.checkpoint  # a new student begins with layers of its teacher
@@ -172,7 +172,7 @@ def _open_rows(config: Config, split: str) -> Rows:
     return pretraining.open_rows(
         config.data,
         split,
-        encoders.record(config.model).tokenizer,
+        encoders.by_name(config.model).tokenizer,
         config.predictions,
         config.whole_words,
         config.next_sentence,
@@ -197,7 +197,7 @@ def _open_model(config: Config, rows: Rows) -> nn.Module:
         settings = opened.config
         source = opened.source
     else:
-        settings = encoders.configuration(config.model, config.size, tokenizer, length)
+        settings = encoders.new_configuration(config.model, config.size, tokenizer, length)
         if config.data == "synthetic":
             settings.initializer_range = SYNTHETIC_INIT
 
@@ -363,7 +363,7 @@ def export(folder: str, state: State, data: Data, config: Config, mesh: Mesh) ->
         return
 
     tokenizer = data.train.text.tokenizer
-    write_folder = encoders.record(config.model).write_folder
+    write_folder = encoders.by_name(config.model).write_folder
 
     def save(local: str) -> None:
         encoder_files.save(local, state.model, weights, tokenizer, write_folder)
@@ -384,7 +384,7 @@ def with_teacher(config: Config, mesh: Mesh) -> Config:
     # The same flags find the same run again.
     fingerprint = zlib.crc32(repr(fixed_fields).encode())
     name = f"teacher-{fingerprint:08x}"
-    main(replace(config, model=encoders.record(config.model).teacher, name=name))
+    main(replace(config, model=encoders.by_name(config.model).teacher, name=name))
 
     device.over_hosts(mesh, 0)  # all hosts wait: the main process has now written the export
     device.graph_report(reset=True)  # the student's report does not count the teacher's graphs
@@ -411,10 +411,10 @@ def main(config: Config) -> dict[str, float]:
         config.strict,
         config.device,
         config.layout,
-        vmem_kib=encoders.record(config.model).vmem_kib,
+        vmem_kib=encoders.by_name(config.model).vmem_kib,
         safe_forms=config.safe_forms,
     )
-    if encoders.record(config.model).teacher and not config.teacher:
+    if encoders.by_name(config.model).teacher and not config.teacher:
         config = with_teacher(config, mesh)
     data = open_data(config)
     steps_per_epoch = loading.steps_per_epoch(

@@ -1,10 +1,12 @@
 """fairseq's side of bench/translation.py, in the environment of `make fairseq`.
 
-Takes the flags of fairseq-train, and --model-dir, --beam, --length-penalty, --max-len-a, --max-len-b, --sentences
-before them. Reads a command a line, answers with a line of JSON:
+Takes --model-dir, --beam, --length-penalty, --max-len-a, --max-len-b, --sentences, and the flags of
+fairseq-train. Reads one command per line, answers with a line of JSON:
 
-    train N          N updates on the batches of fairseq-train: {"seconds", "tokens" (target tokens, without padding)}
-    translate        the validation split in batches of --sentences: {"seconds", "hypotheses": [[tokens], …]}
+    train N          N updates on the batches of fairseq-train:
+                     {"seconds", "tokens" (target tokens, without padding)}
+    translate        the validation split in batches of --sentences:
+                     {"seconds", "hypotheses": [[tokens], …]}
 """
 
 import argparse
@@ -15,7 +17,8 @@ import sys
 import time
 import warnings
 
-os.environ["TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"] = "1"  # fairseq's loader reads its configuration objects
+# fairseq's loader reads its configuration objects.
+os.environ["TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"] = "1"
 
 import torch
 from fairseq import checkpoint_utils, options, tasks, utils
@@ -32,7 +35,8 @@ class Training:
     """fairseq's trainer on its own batches, epoch after epoch."""
 
     def __init__(self, flags: list[str]):
-        cfg = convert_namespace_to_omegaconf(options.parse_args_and_arch(options.get_training_parser(), flags))
+        parser = options.get_training_parser()
+        cfg = convert_namespace_to_omegaconf(options.parse_args_and_arch(parser, flags))
         utils.set_torch_seed(cfg.common.seed)
         task = tasks.setup_task(cfg.task)
         task.load_dataset("train")
@@ -49,7 +53,9 @@ class Training:
             epoch += 1
 
     def run(self, updates: int) -> dict:
-        tokens, started = 0, time.perf_counter()
+        """Makes updates."""
+        tokens = 0
+        started = time.perf_counter()
         for _ in range(updates):
             samples = next(self.batches)
             with metrics.aggregate("train"):
@@ -62,29 +68,41 @@ class Search:
     """fairseq's beam search on the validation split."""
 
     def __init__(self, arguments: argparse.Namespace, data: str):
-        path = f"{arguments.model_dir}/model.pt"
-        (model,), cfg, task = checkpoint_utils.load_model_ensemble_and_task([path], arg_overrides={"data": data})
+        models, cfg, task = checkpoint_utils.load_model_ensemble_and_task(
+            [f"{arguments.model_dir}/model.pt"], arg_overrides={"data": data}
+        )
+        (model,) = models
         task.load_dataset("valid")
         model.prepare_for_inference_(cfg)
-        self.model, self.task = model.eval(), task
-        search = {"beam": arguments.beam, "lenpen": arguments.length_penalty}
-        search |= {"max_len_a": arguments.max_len_a, "max_len_b": arguments.max_len_b}
-        self.generator = task.build_generator([model], argparse.Namespace(**search))
-        data = task.dataset("valid")
-        iterator = task.get_batch_iterator(data, max_sentences=arguments.sentences, required_batch_size_multiple=1)
-        self.batches, self.size = iterator, len(data)
+        search = argparse.Namespace(
+            beam=arguments.beam,
+            lenpen=arguments.length_penalty,
+            max_len_a=arguments.max_len_a,
+            max_len_b=arguments.max_len_b,
+        )
+        valid = task.dataset("valid")
+
+        self.model = model.eval()
+        self.task = task
+        self.generator = task.build_generator([model], search)
+        self.batches = task.get_batch_iterator(
+            valid, max_sentences=arguments.sentences, required_batch_size_multiple=1
+        )
+        self.size = len(valid)
 
     def run(self) -> dict:
+        """Translates the split."""
         hypotheses = [[]] * self.size
         started = time.perf_counter()
         for sample in self.batches.next_epoch_itr(shuffle=False):
             found = self.task.inference_step(self.generator, [self.model], sample)
-            for index, best in zip(sample["id"].tolist(), found, strict=True):
-                hypotheses[index] = best[0]["tokens"].tolist()
+            for index, best_first in zip(sample["id"].tolist(), found, strict=True):
+                hypotheses[index] = best_first[0]["tokens"].tolist()
         return {"seconds": time.perf_counter() - started, "hypotheses": hypotheses}
 
 
 def main() -> None:
+    """Answers commands until there are no more."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--model-dir")
     parser.add_argument("--beam", type=int)
@@ -94,7 +112,8 @@ def main() -> None:
     parser.add_argument("--sentences", type=int)
     arguments, flags = parser.parse_known_args()
     # What fairseq prints must not come between the answers.
-    answers, sys.stdout = sys.stdout, sys.stderr
+    answers = sys.stdout
+    sys.stdout = sys.stderr
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     training = Training(flags)
     search = Search(arguments, flags[0]) if arguments.model_dir else None

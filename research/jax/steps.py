@@ -1,22 +1,24 @@
 """Train steps of the same models in JAX, as flax's and transformers' own examples write them.
 
-research/jax_peers.py compiles them:
+research/jax_peers.py compiles the HloModuleProto for TPUs that this writes:
 
-    .venv-jax/bin/python research/jax/steps.py bert --batch 32 --rng rbg --out step.pb    an HloModuleProto for TPUs
+    .venv-jax/bin/python research/jax/steps.py bert --batch 32 --rng rbg --out step.pb
 
 It runs in the environment of `make jax`, which has neither torch nor a TPU: JAX lowers a step
 without running it, and no weight is allocated. All compute in bfloat16 and keep parameters and
 optimizer state in float32; state is donated.
 
-resnet50      flax/examples/imagenet: ResNet-50 v1.5, NHWC in bfloat16, batch norm, SGD with momentum, L2 in the loss
-bert          transformers 4's FlaxBertForMaskedLM: post-norm, exact GELU, attention by flax's own function, AdamW, clip
-              1.0; the head on the predicted places only, which its example does not do, and which is quicker; its
-              rows and heads drop the same weights of attention with --shared-masks only, as they do in its example,
-              and each its own without, as ours; bert-large: of large's sizes
+resnet50      flax/examples/imagenet: ResNet-50 v1.5, NHWC in bfloat16, batch norm, SGD with
+              momentum, L2 in the loss
+bert          transformers 4's FlaxBertForMaskedLM: post-norm, exact GELU, attention by flax's own
+              function, AdamW, clip 1.0. The head scores the predicted positions only, which its
+              example does not do, and which is quicker. With --shared-masks all rows and heads drop
+              the same weights of attention, as in its example; without it each drops its own, as
+              ours do. bert-large: of large's sizes
 bert-glue     transformers 4's FlaxBertForSequenceClassification
-transformer   flax/examples/wmt's layers with the sizes, the norms after each sub-layer, the one matrix of words and the
-              dropout of Vaswani et al. 2017; transformer-big: its big sizes, sentences packed as in
-              that example
+transformer   flax/examples/wmt's layers with the sizes, the norms after each sub-layer, the one
+              matrix of words and the dropout of Vaswani et al. 2017; transformer-big: its big
+              sizes, sentences packed as in that example
 dlrm          Naumov et al. 2019 with `nn.Embed` tables and a dense gradient, SGD
 """
 
@@ -32,13 +34,15 @@ import numpy as np
 import optax
 from jax import Array, ShapeDtypeStruct
 
-BF16, F32, I32 = jnp.bfloat16, jnp.float32, jnp.int32
+BF16 = jnp.bfloat16
+F32 = jnp.float32
+I32 = jnp.int32
 NORMAL = nn.initializers.normal(0.02)
 PAD = 1  # fairseq's
 dense = partial(nn.Dense, dtype=BF16)
 
 
-# ---- ResNet-50 -------------------------------------------------------------------------------------------------------
+# ---- ResNet-50 -----------------------------------------------------------------------------------
 conv = partial(nn.Conv, use_bias=False, dtype=BF16)
 norm = partial(nn.BatchNorm, use_running_average=False, momentum=0.9, epsilon=1e-5, dtype=BF16)
 
@@ -74,7 +78,8 @@ class ResNet50(nn.Module):
 
 def resnet50(batch: int):
     """Returns (step, arguments, how many of them are donated)."""
-    model, tx = ResNet50(), optax.sgd(optax.constant_schedule(0.1), momentum=0.9)
+    model = ResNet50()
+    tx = optax.sgd(optax.constant_schedule(0.1), momentum=0.9)
     images = ShapeDtypeStruct((batch, 224, 224, 3), BF16)
     variables = jax.eval_shape(model.init, jax.random.key(0), images)
 
@@ -89,20 +94,20 @@ def resnet50(batch: int):
 
         (loss, (changed, accuracy)), gradients = jax.value_and_grad(objective, has_aux=True)(params)
         updates, state = tx.update(gradients, state, params)
-        return (
-            optax.apply_updates(params, updates),
-            changed,
-            state,
-            {"loss": loss, "accuracy": accuracy},
-        )
+        params = optax.apply_updates(params, updates)
+        return params, changed, state, {"loss": loss, "accuracy": accuracy}
 
-    params, statistics = variables["params"], variables["batch_stats"]
+    params = variables["params"]
     state = jax.eval_shape(tx.init, params)
-    return step, (params, statistics, state, images, ShapeDtypeStruct((batch,), I32)), 3
+    labels = ShapeDtypeStruct((batch,), I32)
+    return step, (params, variables["batch_stats"], state, images, labels), 3
 
 
-# ---- BERT ------------------------------------------------------------------------------------------------------------
+# ---- BERT ----------------------------------------------------------------------------------------
+
+
 def dropout(x: Array, rate: float = 0.1) -> Array:
+    """Drops values; to be called inside a module."""
     return nn.Dropout(rate, deterministic=False)(x)
 
 
@@ -112,7 +117,10 @@ bert_embed = partial(nn.Embed, dtype=BF16, embedding_init=NORMAL)
 
 
 class BertLayer(nn.Module):
-    """Attention and feed-forward of BERT, [B, T, dim]. `shared_masks`: the rows and heads drop the same weights."""
+    """Attention and feed-forward of BERT, [B, T, dim].
+
+    `shared_masks`: all rows and heads drop the same weights of attention.
+    """
 
     shared_masks = False
 
@@ -158,9 +166,9 @@ class Bert(nn.Module):
             return bert_dense(2)(dropout(pooled)).astype(F32)
         x = jnp.take_along_axis(x, places[..., None], 1)
         x = bert_norm()(nn.gelu(bert_dense(self.dim)(x), approximate=False))
-        return (
-            words.attend(x) + self.param("bias", nn.initializers.zeros, (30_522,), F32).astype(BF16)
-        ).astype(F32)
+        scores = words.attend(x)
+        word_bias = self.param("bias", nn.initializers.zeros, (30_522,), F32)
+        return (scores + word_bias.astype(BF16)).astype(F32)
 
 
 def with_dropout(
@@ -172,7 +180,8 @@ def with_dropout(
 ):
     """Returns (step, arguments, how many of them are donated) of a model with dropout.
 
-    loss_of: of logits and labels.
+    Args:
+        loss_of: takes logits and the labels.
     """
     keys = {"params": jax.random.key(0), "dropout": jax.random.key(1)}
     params = jax.eval_shape(model.init, keys, *inputs)["params"]
@@ -181,9 +190,8 @@ def with_dropout(
         key, drawn = jax.random.split(key)
 
         def objective(params):
-            return loss_of(
-                model.apply({"params": params}, *inputs, rngs={"dropout": drawn}), *labels
-            )
+            logits = model.apply({"params": params}, *inputs, rngs={"dropout": drawn})
+            return loss_of(logits, *labels)
 
         loss, gradients = jax.value_and_grad(objective)(params)
         updates, state = tx.update(gradients, state, params)
@@ -197,26 +205,29 @@ def adamw(eps: float) -> optax.GradientTransformation:
     """Returns BERT's optimizer: no decay of biases and norms, gradients clipped to a norm of 1."""
     decayed = partial(jax.tree.map, lambda x: x.ndim > 1)
     rate = optax.linear_schedule(1e-4, 0.0, 1_000_000)
-    return optax.chain(
-        optax.clip_by_global_norm(1.0), optax.adamw(rate, eps=eps, weight_decay=0.01, mask=decayed)
-    )
+    clip = optax.clip_by_global_norm(1.0)
+    return optax.chain(clip, optax.adamw(rate, eps=eps, weight_decay=0.01, mask=decayed))
 
 
 def bert(batch: int, tokens: int = 512, predicted: int = 79, **sizes):
     """Returns (step, arguments, how many of them are donated)."""
-    row, some = ShapeDtypeStruct((batch, tokens), I32), ShapeDtypeStruct((batch, predicted), I32)
+    row = ShapeDtypeStruct((batch, tokens), I32)
+    of_predicted = ShapeDtypeStruct((batch, predicted), I32)  # positions, and labels
     weights = ShapeDtypeStruct((batch, predicted), F32)
 
     def loss_of(logits, labels, weights):
         losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
         return (losses * weights).sum() / weights.sum()
 
-    return with_dropout(Bert(**sizes), adamw(1e-6), (row, row, row, some), loss_of, (some, weights))
+    inputs = (row, row, row, of_predicted)
+    labels = (of_predicted, weights)
+    return with_dropout(Bert(**sizes), adamw(1e-6), inputs, loss_of, labels)
 
 
 def bert_glue(batch: int, tokens: int = 128):
     """Returns (step, arguments, how many of them are donated)."""
-    row, labels = ShapeDtypeStruct((batch, tokens), I32), ShapeDtypeStruct((batch,), I32)
+    row = ShapeDtypeStruct((batch, tokens), I32)
+    labels = ShapeDtypeStruct((batch,), I32)
 
     def loss_of(logits, labels):
         return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
@@ -224,9 +235,12 @@ def bert_glue(batch: int, tokens: int = 128):
     return with_dropout(Bert(), adamw(1e-6), (row, row, row), loss_of, (labels,))
 
 
-# ---- Transformer -----------------------------------------------------------------------------------------------------
+# ---- Transformer ---------------------------------------------------------------------------------
 class TransformerLayer(nn.Module):
-    """A layer of the encoder, or of the decoder where there is a `memory`; dropout after each sub-layer."""
+    """A layer of the encoder, or of the decoder where there is a `memory`.
+
+    Dropout follows each sub-layer.
+    """
 
     heads: int
     wide: int
@@ -251,6 +265,7 @@ class TransformerLayer(nn.Module):
 
 
 def sinusoids(count: int, dim: int) -> np.ndarray:
+    """Returns the embeddings of positions [count, dim]."""
     frequency = np.exp(np.arange(dim // 2) * -(np.log(10_000) / (dim // 2 - 1)))
     angle = np.arange(count)[:, None] * frequency
     return np.concatenate([np.sin(angle), np.cos(angle)], 1)
@@ -272,7 +287,7 @@ class Transformer(nn.Module):
             self.words, self.dim, dtype=BF16, embedding_init=nn.initializers.normal(self.dim**-0.5)
         )
         places = jnp.asarray(sinusoids(source.shape[1], self.dim), BF16)[None]
-        sizes = self.heads, self.wide, self.rate
+        sizes = (self.heads, self.wide, self.rate)
 
         def embedded(tokens):
             return dropout(table(tokens) * np.sqrt(self.dim).astype(BF16) + places, self.rate)
@@ -294,7 +309,8 @@ class Transformer(nn.Module):
             nn.make_causal_mask(previous),
             dtype=BF16,
         )
-        across, x = mask(previous, source, target_segment, source_segment), embedded(previous)
+        across = mask(previous, source, target_segment, source_segment)
+        x = embedded(previous)
         for _ in range(6):
             x = TransformerLayer(*sizes)(x, causal, memory, across)
         return table.attend(x).astype(F32)
@@ -305,20 +321,23 @@ def transformer(batch: int, tokens: int = 64, packed: bool = False, **sizes):
     row = ShapeDtypeStruct((batch, tokens), I32)
 
     def loss_of(logits, target, smoothing=0.1):
-        """The sum over one-hot targets written out, which never makes them."""
-        log, real = jax.nn.log_softmax(logits), target != PAD
+        """Returns the loss of smoothed labels, without making one-hot targets."""
+        log = jax.nn.log_softmax(logits)
+        real = target != PAD
         chosen = jnp.take_along_axis(log, target[..., None], -1)[..., 0]
         losses = -(1 - smoothing) * chosen - smoothing * log.mean(-1)
         return (losses * real).sum() / real.sum()
 
     tx = optax.adam(optax.linear_schedule(0.0, 5e-4, 4000), b2=0.98, eps=1e-8)
-    return with_dropout(Transformer(**sizes), tx, (row,) * (4 if packed else 2), loss_of, (row,))
+    inputs = (row, row, row, row) if packed else (row, row)
+    return with_dropout(Transformer(**sizes), tx, inputs, loss_of, (row,))
 
 
-# ---- DLRM ------------------------------------------------------------------------------------------------------------
+# ---- DLRM ----------------------------------------------------------------------------------------
 TERABYTE_ROWS = (
-    39_884_406, 39_043, 17_289, 7_420, 20_263, 3, 7_120, 1_543, 63, 38_532_951, 2_953_546, 403_346, 10, 2_208,
-    11_938, 155, 4, 976, 14, 39_979_771, 25_641_295, 39_664_984, 585_935, 12_972, 108, 36,
+    39_884_406, 39_043, 17_289, 7_420, 20_263, 3, 7_120, 1_543, 63, 38_532_951, 2_953_546,
+    403_346, 10, 2_208, 11_938, 155, 4, 976, 14, 39_979_771, 25_641_295, 39_664_984, 585_935,
+    12_972, 108, 36,
 )  # fmt: skip
 
 
@@ -332,10 +351,12 @@ class Dlrm(nn.Module):
         x = features
         for size in (512, 256, 128):
             x = nn.relu(dense(size)(x))
-        tables = [nn.Embed(rows, 128)(ids[:, i]).astype(BF16) for i, rows in enumerate(self.rows)]
-        every = jnp.stack([x, *tables], 1)
-        first, second = np.tril_indices(every.shape[1], -1)
-        pairs = jnp.einsum("bsd,btd->bst", every, every)[:, first, second]
+        vectors = [x]
+        for number, rows in enumerate(self.rows):
+            vectors.append(nn.Embed(rows, 128)(ids[:, number]).astype(BF16))
+        vectors = jnp.stack(vectors, 1)
+        first, second = np.tril_indices(vectors.shape[1], -1)
+        pairs = jnp.einsum("bsd,btd->bst", vectors, vectors)[:, first, second]
         x = jnp.concatenate([x, pairs], 1)
         for size in (1024, 1024, 512, 256):
             x = nn.relu(dense(size)(x))
@@ -343,26 +364,29 @@ class Dlrm(nn.Module):
 
 
 def dlrm(batch: int, most: int = 1_000_000):
-    """Returns (step, arguments, how many of them are donated). most: rows of a table."""
-    model, tx = (
-        Dlrm(tuple(min(rows, most) for rows in TERABYTE_ROWS)),
-        optax.sgd(optax.constant_schedule(1.0)),
-    )
-    features, ids = ShapeDtypeStruct((batch, 13), F32), ShapeDtypeStruct((batch, 26), I32)
+    """Returns (step, arguments, how many of them are donated).
+
+    Args:
+        most: rows of a table.
+    """
+    model = Dlrm(tuple(min(rows, most) for rows in TERABYTE_ROWS))
+    tx = optax.sgd(optax.constant_schedule(1.0))
+    features = ShapeDtypeStruct((batch, 13), F32)
+    ids = ShapeDtypeStruct((batch, 26), I32)
+    labels = ShapeDtypeStruct((batch,), F32)
     params = jax.eval_shape(model.init, jax.random.key(0), features, ids)["params"]
 
     def step(params, state, features, ids, labels):
         def objective(params):
-            return optax.sigmoid_binary_cross_entropy(
-                model.apply({"params": params}, features, ids), labels
-            ).mean()
+            logits = model.apply({"params": params}, features, ids)
+            return optax.sigmoid_binary_cross_entropy(logits, labels).mean()
 
         loss, gradients = jax.value_and_grad(objective)(params)
         updates, state = tx.update(gradients, state, params)
         return optax.apply_updates(params, updates), state, loss
 
     state = jax.eval_shape(tx.init, params)
-    return step, (params, state, features, ids, ShapeDtypeStruct((batch,), F32)), 2
+    return step, (params, state, features, ids, labels), 2
 
 
 STEPS = {
@@ -379,7 +403,7 @@ STEPS = {
 
 
 def main() -> None:
-    """The command line."""
+    """Writes a step's HloModuleProto."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

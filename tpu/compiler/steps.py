@@ -221,8 +221,8 @@ def text(
     config = pretrain.validate(replace(config, data=config.data or "text", teacher=teacher_id))
     model = language_model(config.model, config.size, tokens, config.next_sentence)
     teacher = None
-    if encoders.record(config.model).teacher:
-        teacher = language_model(encoders.record(config.model).teacher, config.size, tokens)
+    if encoders.by_name(config.model).teacher:
+        teacher = language_model(encoders.by_name(config.model).teacher, config.size, tokens)
         teacher = teacher.eval()
         teacher.requires_grad_(False)
 
@@ -241,14 +241,14 @@ def language_model(
 ) -> PreTrainedModel:
     """Returns a new encoder to pretrain, with as many words as the published one."""
     vocabulary = Vocabulary(encoders.published(name))
-    settings = encoders.configuration(name, size, vocabulary, tokens)
+    settings = encoders.new_configuration(name, size, vocabulary, tokens)
     return objectives.language_model(settings, next_sentence, source=None)
 
 
 def text_batch(config: pretrain.Config, mesh: device.Mesh, tokens: int) -> dict:
     """Returns a micro-batch of data/pretraining.py."""
     count = config.batch_size // config.update_every
-    kind = encoders.record(config.model).tokenizer
+    kind = encoders.by_name(config.model).tokenizer
     predictions = config.predictions or pretraining.usual_predictions(kind, tokens)
 
     shapes = {
