@@ -45,7 +45,7 @@ def fairseq(tmp_path_factory):
     return f"{runs}/run", pretrain.main(config), config
 
 
-def example_batch(rows: pretraining.Rows, count: int) -> dict[str, torch.Tensor]:
+def example_batch(rows: pretraining.TextRows, count: int) -> dict[str, torch.Tensor]:
     """Returns a batch of the first `count` rows, each with random numbers of its own."""
     examples = [rows.example(row, np.random.default_rng(row)) for row in range(count)]
     return loading.as_tensors(examples)
@@ -323,7 +323,7 @@ def test_predictions_per_row(kind, length, expected, given):
 
 
 @pytest.fixture(scope="module")
-def validation_rows(run_of) -> pretraining.Rows:
+def validation_rows(run_of) -> pretraining.TextRows:
     """Opens the rows on which the trial is evaluated."""
     _, _, config = run_of("pretrain")
     return pretrain.open_data(config).eval
