@@ -1,9 +1,10 @@
 """The first fifteen minutes on a new kind of TPU: tries what the project promises, and writes what
 it found.
 
-    from another machine      make accept TPU=my-tpu ZONE=us-east5-b \\
-                                  ARGS="--runs gs://my-bucket/accept"
-    on this machine           make accept      its chips, or a CPU
+    make accept TPU=my-tpu ZONE=us-east5-b ARGS="--runs gs://my-bucket/accept"
+        from another machine
+    make accept
+        on this machine: its chips, or a CPU
 
     __main__.py   the command line
     checks.py     what is tried, one after the other

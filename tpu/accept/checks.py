@@ -440,7 +440,7 @@ class Acceptance:
         return Failed(why or diagnosis(child))
 
     def measure(self, check: Check, child: Child) -> None:
-        """Takes over what a run has reported of itself."""
+        """Copies into the check what a run has reported of itself."""
         end = child.event("end")
         check.step = step_seconds(child.records())
         check.metrics = end.get("summary", {}).get("metrics", {})
@@ -485,7 +485,7 @@ class Acceptance:
     # ---- what is tried -------------------------------------------------------------------------
 
     def doctor(self, check: Check) -> None:
-        """What is missing here, by make doctor."""
+        """Runs make doctor: what it says is missing here fails the check."""
         options = self.options
         variables = {
             "PYTHON": options.python,
@@ -507,8 +507,8 @@ class Acceptance:
             raise self.failed(check, child, " | ".join(without_fix))
 
     def trial(self, check: Check, script: Script) -> None:
-        """The trial of a script, with evaluation and export: it reaches what convergence tests ask
-        of it."""
+        """Runs the trial of a script, with evaluation and export: it must reach what convergence
+        tests ask of it."""
         check.recipe = f"trial {script.name}"
         ranges = expected.LEARNED[script.name]
         check.expected = {name: list(bounds) for name, bounds in ranges.items()}
@@ -527,8 +527,8 @@ class Acceptance:
         raise self.failed(check, child, why)
 
     def resume(self, check: Check, script: Script) -> None:
-        """The same trial, killed between two checkpoints and resumed: its numbers are those of the
-        unbroken one."""
+        """Runs the same trial, kills it between two checkpoints and resumes it: its numbers must be
+        those of the unbroken one."""
         unbroken = self.unbroken.get(script.name)
         if unbroken is None:
             lack = f"there is no trial of {script.name} that ended"
@@ -567,8 +567,8 @@ class Acceptance:
             raise self.failed(check, resumed, f"a wrong number: {final}")
 
     def hosts(self, check: Check) -> None:
-        """A checkpoint that several hosts have written together, from which they resumed: DLRM's,
-        of sharded tables."""
+        """Looks at a checkpoint that several hosts have written together, and from which they have
+        resumed: DLRM's, of sharded tables."""
         hosts = self.hardware.get("hosts", 0)
         if hosts == 1:
             raise NotRun("there is one host")
@@ -587,7 +587,7 @@ class Acceptance:
         check.notes.append(f"{folder} has the parts of {hosts} hosts")
 
     def stop(self, check: Check) -> None:
-        """A run that is asked to stop saves, ends with 143, and resumes."""
+        """Asks a run to stop: it must save, end with 143, and resume."""
         tried = [check.name for check in self.checks]
         chosen = [script for script in SCRIPTS if f"{script.name}: trial" in tried]
         script = (chosen or SCRIPTS)[0]
@@ -636,8 +636,8 @@ class Acceptance:
         raise self.failed(check, child, why)
 
     def speed(self, check: Check) -> None:
-        """A step of ResNet-50's own size beside what make compile estimates of it: time and
-        memory."""
+        """Measures a step of ResNet-50's own size, and compares its time and memory with what make
+        compile estimates."""
         kind = self.hardware.get("kind", "")
         devices = self.hardware.get("devices", 0)
         if not kind:
@@ -729,7 +729,7 @@ class Acceptance:
         raise self.failed(check, child, f"{slow_chip}; {remedy}")
 
     def predict(self, check: Check) -> None:
-        """Prediction with an export, once there is such a target of make."""
+        """Will predict with an export, once there is such a target of make."""
         makefile = (self.folder / "Makefile").read_text()
         if re.search(r"^predict\b[^=\n]*:", makefile, re.MULTILINE) is None:
             raise NotThere("there is no make predict")
@@ -739,7 +739,7 @@ class Acceptance:
         )
 
     def recipe(self, check: Check, name: str) -> None:
-        """A published recipe, for docs/results.md."""
+        """Runs a published recipe, for docs/results.md."""
         recipe = RECIPES[name]
         check.recipe = name
         if recipe.target:

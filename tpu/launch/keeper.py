@@ -111,8 +111,8 @@ def members(group: int) -> list[int]:
 
 
 def trainers(group: int) -> list[int]:
-    """Returns the processes of make's group but make and its shells, which would report their own
-    end in place of the trainer's."""
+    """Returns the processes of make's group, except make and its shells: these would report their
+    own end in place of the trainer's."""
     found = []
     for pid in members(group):
         with contextlib.suppress(OSError):
@@ -133,8 +133,8 @@ def ask_to_end(make: int, number: int) -> bool:
     """Sends a signal to the trainer, which saves, and to make, which then begins nothing else: it
     may continue after a step of the installation has failed.
 
-    Returns whether that is enough. Else only make and shells were there, one of which may just
-    start the trainer.
+    Returns whether a trainer was there. If not, only make and shells got the signal, and one of
+    them may be about to start the trainer: ask again.
     """
     found = trainers(make)
     asked = members(make)
@@ -625,15 +625,15 @@ class Keeper:
     def end(self) -> None:
         """Asks the trainer to save and end, and kills it when its time is over.
 
-        Of a stop systemd keeps the time, if it is one: SIGTERM may have come from elsewhere.
+        In a stop by systemd, systemd kills it first. But SIGTERM may have come from elsewhere.
         """
         make = self.process.pid
         if not self.killed_at:
             self.killed_at = time.monotonic() + self.order["grace"]
         if not self.asked:
             self.asked = ask_to_end(make, signal.SIGTERM)
-        for_systemd = NOT_STOPPED if self.stopped else 0
-        if time.monotonic() > self.killed_at + for_systemd:
+        time_for_systemd = NOT_STOPPED if self.stopped else 0
+        if time.monotonic() > self.killed_at + time_for_systemd:
             kill_group(make)
 
     def ended(self, status: int) -> None:

@@ -128,15 +128,14 @@ def shown(name: bytes) -> str:
 
 
 def find_secret(path: bytes, name: bytes) -> bytes:
-    """Returns what of a file's name looks like something that is not to leave this machine: a
-    folder, with a slash at its end, or the whole name, also of an account's key. b"": nothing
-    does."""
-    begun = b""
+    """Returns what keeps a file on this machine since it looks like a secret: a folder above it,
+    with a slash at its end, or the file itself, also an account's key. b"": nothing does."""
+    path_so_far = b""
     for component in name.split(b"/"):
-        begun += component
+        path_so_far += component
         if is_secret_file(component):
-            return name if begun == name else begun + b"/"
-        begun += b"/"
+            return name if path_so_far == name else path_so_far + b"/"
+        path_so_far += b"/"
     return name if is_account(path) else b""
 
 
