@@ -169,8 +169,8 @@ def readme(script: str, model: str, device: str, files: list[Path], torchrec: bo
             "",
             on_tpus,
             f"Files: {listed}.",
-            "Change train/ and models/ as you like; train/common/run.py says which order of a step's "
-            "end must stay.",
+            "Change train/ and models/ as you like; train/common/run.py says which order of a "
+            "step's end must stay.",
             "Files of docs/ and tests/ that comments and messages name are in the repository, not "
             "here.",
             "",

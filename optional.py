@@ -144,8 +144,8 @@ PARTS = (
 
 
 def encoder(name: str) -> Part:
-    """Returns the record of an encoder as a part. Unlike one of PARTS it is also in a copy whose files
-    import it."""
+    """Returns the record of an encoder as a part. Unlike one of PARTS it is also in a copy whose
+    files import it."""
     return Part(
         name=name,
         modules=(ENCODERS[name],),

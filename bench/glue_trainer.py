@@ -88,7 +88,7 @@ def prepare(options: Options, data: str, seed: int, folder: str) -> None:
         examples = glue.read(data, options.task, "train")
         text = [*examples.first, *(examples.second or [])]
         tokenizer = vocabulary.learn(text, options.kind, options.vocabulary)
-        settings = encoders.configuration(
+        settings = encoders.new_configuration(
             options.kind, options.size, tokenizer, options.lengths[-1]
         )
 

@@ -92,7 +92,7 @@ class TrainerRows(torch.utils.data.Dataset):
 
 def new_model(size: str, rows: text.Text) -> PreTrainedModel:
     """Makes the model that `train.pretrain --size` makes."""
-    settings = encoders.configuration("bert", size, rows.tokenizer, rows.length)
+    settings = encoders.new_configuration("bert", size, rows.tokenizer, rows.length)
     return AutoModelForMaskedLM.from_config(settings, dtype=torch.float32)
 
 
@@ -123,7 +123,7 @@ def trainer_settings(options: Options) -> dict[str, float]:
     # Here, so that Trainer's process does without torch_xla.
     from train.pretrain import ADAM_EPS
 
-    recipe = encoders.record("bert").pretraining
+    recipe = encoders.by_name("bert").pretraining
     return {
         "max_steps": options.updates,
         "per_device_train_batch_size": options.batch_size,

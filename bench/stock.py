@@ -86,7 +86,7 @@ class Sentences:
     @staticmethod
     def build(config: glue.Config, data: glue.Data, mesh: device.Mesh) -> glue.State:
         """Does what train/glue.py's does."""
-        beta2 = encoders.record(config.model).fine_tuning.beta2
+        beta2 = encoders.by_name(config.model).fine_tuning.beta2
         optimizer = adamw(data.model, config.lr, config.weight_decay, beta2, glue.ADAM_EPS, mesh)
         return glue.State(data.model, optimizer)
 

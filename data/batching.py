@@ -69,8 +69,9 @@ class Plan:
         rng = None if seed is None else np.random.default_rng((seed, epoch))
         batches = self.epoch(rng)
         if len(batches) != len(self):
-            number = f"{len(batches)} batches, not {len(self)}"
-            raise ValueError(f"epoch {epoch} of the plan has {number}")
+            raise ValueError(
+                f"epoch {epoch} of the plan has {len(batches)} batches, not {len(self)}"
+            )
         return batches
 
 
@@ -99,8 +100,8 @@ class Buckets(Plan):
         self._members = []  # indices of each bucket's examples
         self._batches = []  # how many batches each bucket has; the last one may not be full
         positions = 0  # for tokens, in all batches of an epoch
-        for number, (rows, *longest) in enumerate(self.shapes):
-            members = np.flatnonzero(bucket_of_example == number)
+        for bucket, (rows, *longest) in enumerate(self.shapes):
+            members = np.flatnonzero(bucket_of_example == bucket)
             batches = -(-len(members) // rows)
             self._members.append(members.astype(index_type(self._lengths)))
             self._batches.append(batches)
@@ -117,14 +118,17 @@ class Buckets(Plan):
     def _assign(self) -> np.ndarray:
         """Returns int16 [n], the number of each example's shape; -1 where none holds it."""
 
-        def by_row_length(number: int) -> tuple[int, int]:
-            return sum(self.shapes[number][1:]), number
+        def by_row_length(bucket: int) -> tuple[int, int]:
+            # The index breaks ties: in reverse order, the first of equal shapes claims last.
+            _, *longest = self.shapes[bucket]
+            return sum(longest), bucket
 
-        # The longest rows first: the last shape to claim an example is the shortest that holds it.
         bucket_of_example = np.full(len(self._lengths), -1, np.int16)
-        for number in sorted(range(len(self.shapes)), key=by_row_length, reverse=True):
-            fits = fit_mask(self._lengths, self.shapes[number][1:])
-            bucket_of_example[fits] = number
+        # The longest rows first: the last shape to claim an example is the shortest that holds it.
+        for bucket in sorted(range(len(self.shapes)), key=by_row_length, reverse=True):
+            _, *longest = self.shapes[bucket]
+            fits = fit_mask(self._lengths, longest)
+            bucket_of_example[fits] = bucket
         return bucket_of_example
 
     def __len__(self) -> int:
@@ -188,8 +192,10 @@ class Shuffled(Plan):
         self.shapes = checked_shapes([(batch, size) for size in sizes], sides=1)
         self._sizes = np.array(sizes)
         if self._lengths.max() > self._sizes[-1]:
-            what = f"an example has {self._lengths.max()} tokens"
-            raise InputError(f"{what}; the longest batches have {self._sizes[-1]}")
+            raise InputError(
+                f"an example has {self._lengths.max()} tokens; "
+                f"the longest batches have {self._sizes[-1]}"
+            )
 
         positions = 0
         for _, (longest,) in self.epoch(np.random.default_rng(0)):
@@ -261,16 +267,18 @@ def checked_lengths(lengths: np.ndarray) -> np.ndarray:
     if lengths.size == 0:
         raise InputError("there are no examples to make batches of")
     if lengths.ndim not in (1, 2) or lengths.dtype.kind not in "iu":
-        what = f"lengths are {lengths.dtype} {list(lengths.shape)}"
-        raise ValueError(f"{what}; expected integers [n] or [n, k]")
+        raise ValueError(
+            f"lengths are {lengths.dtype} {list(lengths.shape)}; expected integers [n] or [n, k]"
+        )
     if lengths.dtype.kind == "u":
         lengths = lengths.astype(np.int64)  # differences of unsigned numbers would wrap around
 
     lengths = lengths.reshape(len(lengths), -1)
     if lengths.min() < 1:
         example, side = np.unravel_index(lengths.argmin(), lengths.shape)
-        what = f"example {example} has length {lengths[example, side]}"
-        raise InputError(f"{what}; expected 1 or more tokens")
+        raise InputError(
+            f"example {example} has length {lengths[example, side]}; expected 1 or more tokens"
+        )
     return lengths
 
 
@@ -284,11 +292,13 @@ def checked_shapes(shapes: Sequence[Shape], sides: int) -> list[Shape]:
         if len(shape) != 1 + sides:
             lengths = [f"length_{side + 1}" for side in range(sides)]
             expected = "x".join(["batch", *lengths])
-            what = f"shape {_written(shape)} has {len(shape)} numbers"
-            raise InputError(f"{what}; expected {expected}")
+            raise InputError(
+                f"shape {_written(shape)} has {len(shape)} numbers; expected {expected}"
+            )
         if min(shape) < 1:
-            what = f"shape {_written(shape)} has the number {min(shape)}"
-            raise InputError(f"{what}; expected 1 or more")
+            raise InputError(
+                f"shape {_written(shape)} has the number {min(shape)}; expected 1 or more"
+            )
     return shapes
 
 
@@ -296,9 +306,10 @@ def nothing_fits(lengths: np.ndarray, shapes: list[Shape]) -> InputError:
     """Returns the error for shapes that are too short for every example."""
     listed = ", ".join(_written(shape) for shape in shapes)
     shortest = _written(lengths[lengths.max(axis=1).argmin()])
-    hint = f"an example with the shortest longest side has length {shortest}"
-    what = f"none of the {len(lengths)} examples fits into {listed}"
-    return InputError(f"{what}; use longer shapes ({hint})")
+    return InputError(
+        f"none of the {len(lengths)} examples fits into {listed}; use longer shapes "
+        f"(an example with the shortest longest side has length {shortest})"
+    )
 
 
 def _written(shape: Sequence[int]) -> str:

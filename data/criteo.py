@@ -107,11 +107,13 @@ class ClickLog:
 
     def _open_prepared(self, rows: int | Sequence[int] | None) -> None:
         if rows is not None:
-            what = f"{self.folder} has tables of its own"
-            raise InputError(f"{what}; their rows are chosen when it is prepared")
+            raise InputError(
+                f"{self.folder} has tables of its own; their rows are chosen when it is prepared"
+            )
         if not (self.folder / "COMPLETE").exists():
-            what = f"{self.folder} is not prepared to its end"
-            raise InputError(f"{what}; give the same `make data` command again")
+            raise InputError(
+                f"{self.folder} is not prepared to its end; give the same `make data` command again"
+            )
 
         report = read_json(self.folder / "prepared.json")
         splits.set_source(self, report, evaluation=self.split == "eval")
@@ -127,9 +129,9 @@ class ClickLog:
     def _open_torchrec(self, rows: int | Sequence[int] | None) -> None:
         days = self._days()
         if len(days) < 2:
-            expected = "expected two days or more (day_0_labels.npy, …)"
             raise InputError(
-                f"{self.folder} has the labels of {len(days)} days; {expected}, "
+                f"{self.folder} has the labels of {len(days)} days; "
+                "expected two days or more (day_0_labels.npy, …), "
                 "of which the last is for evaluation"
             )
         sparse = "sparse.npy"
@@ -169,12 +171,14 @@ class ClickLog:
         self.table_rows = tuple(rows)
 
         if len(self.table_rows) != len(self.lookups):
-            has = f"{self.folder} has {len(self.lookups)} categorical features"
-            given = f"{len(self.table_rows)} table sizes are given"
-            raise InputError(f"{has}, but {given}; give one each")
+            raise InputError(
+                f"{self.folder} has {len(self.lookups)} categorical features, "
+                f"but {len(self.table_rows)} table sizes are given; give one each"
+            )
         if not all(0 < number < 2**31 for number in self.table_rows):
-            what = f"table sizes {self.table_rows} are out of range"
-            raise InputError(f"{what}; expected 1 to 2147483647 rows")
+            raise InputError(
+                f"table sizes {self.table_rows} are out of range; expected 1 to 2147483647 rows"
+            )
         if not self._multi_hot:
             self._modulo = np.array(self.table_rows, np.uint32)
 
@@ -189,8 +193,10 @@ class ClickLog:
             arrays = self._open(day)
             lengths = {len(array) for array in (arrays.dense, *arrays.sparse, arrays.labels)}
             if len(lengths) > 1 or arrays.dense.ndim != 2:
-                names = f"{files.dense}, {files.sparse}, {files.labels}"
-                raise InputError(f"{self.folder}: {names} have different numbers of rows")
+                raise InputError(
+                    f"{self.folder}: {files.dense}, {files.sparse}, {files.labels} "
+                    "have different numbers of rows"
+                )
             if self._multi_hot:
                 lookups = tuple(array.shape[1] for array in arrays.sparse)
             else:
@@ -198,8 +204,9 @@ class ClickLog:
             shapes.add((arrays.dense.shape[1], lookups))
             rows.append(len(arrays.labels))
         if len(shapes) > 1:
-            what = "the days have different numbers of columns"
-            raise InputError(f"{self.folder}: {what}: {sorted(shapes)}")
+            raise InputError(
+                f"{self.folder}: the days have different numbers of columns: {sorted(shapes)}"
+            )
 
         self.num_dense, self.lookups = shapes.pop()
         self.features = tuple(f"C{feature + 1}" for feature in range(len(self.lookups)))
@@ -215,8 +222,10 @@ class ClickLog:
             labels = _map_npy(self.folder / files.labels)
             for name, array in ((files.dense, dense), (files.labels, labels)):
                 if array.dtype.kind not in "biuf":
-                    what = f"{self.folder / name} is made of {array.dtype}"
-                    raise InputError(f"{what}; expected numbers such as float32")
+                    raise InputError(
+                        f"{self.folder / name} is made of {array.dtype}; "
+                        "expected numbers such as float32"
+                    )
             self._arrays[day] = Arrays(dense, sparse, labels.reshape(-1))
         return self._arrays[day]
 
@@ -233,8 +242,9 @@ class ClickLog:
             sparse = [_map_npy(path)]
         for array in sparse:
             if array.ndim != 2 or array.dtype not in (np.int32, np.int64):
-                what = f"{path} is not made of integers [rows, columns]"
-                raise InputError(f"{what}; expected int32 or int64")
+                raise InputError(
+                    f"{path} is not made of integers [rows, columns]; expected int32 or int64"
+                )
         return sparse
 
     def __getstate__(self) -> dict:
@@ -305,8 +315,10 @@ class ClickLog:
         row = rows[number]
         found = self._open(day).dense[row, column]
         path = self.folder / self._files[day].dense
-        what = f"{path} has {found} in row {row}, column {column} (both from 0)"
-        raise InputError(f"{what}; expected finite numbers of float32: fix or remove that row")
+        raise InputError(
+            f"{path} has {found} in row {row}, column {column} (both from 0); "
+            "expected finite numbers of float32: fix or remove that row"
+        )
 
     def _check_label(self, label: np.ndarray, day: int, rows: np.ndarray) -> None:
         """Raises InputError for a label that is neither 0 nor 1; `rows` are those of the day."""
@@ -315,8 +327,10 @@ class ClickLog:
             return
         number = strange[0]
         path = self.folder / self._files[day].labels
-        what = f"{path} has the label {label[number]:g} in row {rows[number]} (from 0)"
-        raise InputError(f"{what}; expected 0 or 1")
+        raise InputError(
+            f"{path} has the label {label[number]:g} in row {rows[number]} (from 0); "
+            "expected 0 or 1"
+        )
 
     def _check_ids(self, ids: np.ndarray, day: int) -> None:
         """Raises InputError for an id that is no row of its table."""
@@ -337,8 +351,9 @@ def _map_npy(path: Path) -> np.ndarray:
     try:
         return np.load(path, mmap_mode="r").view(np.ndarray)
     except FileNotFoundError as error:
-        what = f"there is no {path}"
-        raise InputError(f"{what}; expected dense, sparse and labels for every day") from error
+        raise InputError(
+            f"there is no {path}; expected dense, sparse and labels for every day"
+        ) from error
     except (OSError, ValueError, EOFError) as error:
         raise InputError(f"{path} cannot be read as an .npy file: {error}") from error
 
@@ -364,8 +379,9 @@ def map_npz(path: Path) -> dict[str, np.ndarray]:
 def _map_member(path: Path, file: BinaryIO, member: zipfile.ZipInfo) -> np.ndarray:
     """Memory-maps an array of an .npz file, which is open as `file`."""
     if member.compress_type != zipfile.ZIP_STORED:
-        what = f"{path} is compressed"
-        raise InputError(f"{what}; write it with np.savez, so that it can be memory-mapped")
+        raise InputError(
+            f"{path} is compressed; write it with np.savez, so that it can be memory-mapped"
+        )
 
     # The zip archive's header: 26 bytes, the lengths of a name and of an extra field, and these.
     file.seek(member.header_offset + 26)
@@ -414,8 +430,10 @@ class SyntheticClicks:
         num_dense: int = NUM_DENSE,
     ):
         if len(table_rows) != len(lookups) or min(*table_rows, *lookups, num_dense) < 1:
-            what = f"{len(table_rows)} tables and {len(lookups)} lookups"
-            raise InputError(f"{what}; expected one each, and at least 1")
+            raise InputError(
+                f"{len(table_rows)} tables and {len(lookups)} lookups; "
+                "expected one each, and at least 1"
+            )
         self._arguments = (split, size, seed, tuple(table_rows), tuple(lookups), num_dense)
         self.split = split
         self.seed = seed
@@ -527,18 +545,23 @@ def open_clicks(
     folder = Path(local_copy(data, *FILES)).expanduser()
     command = f"make data DATASET=criteo DATA={data}"
     if folder.is_file():
-        what = f"{data} is a file; expected a folder"
-        raise InputError(f"{what}. If it is Criteo's text, prepare it first: {command}")
+        raise InputError(
+            f"{data} is a file; expected a folder. "
+            f"If it is Criteo's text, prepare it first: {command}"
+        )
     if not folder.is_dir():
-        expected = "expected one made by make data, torchrec's arrays, or MovieLens"
-        raise InputError(f"there is no folder {data}; {expected}")
+        raise InputError(
+            f"there is no folder {data}; "
+            "expected one made by make data, torchrec's arrays, or MovieLens"
+        )
 
     for prepared in (folder, folder / "prepared"):
         if (prepared / "prepared.json").exists():
             return ClickLog(prepared, split, rows)
         if (prepared / "parts").exists():
-            what = f"{prepared} is not prepared to its end"
-            raise InputError(f"{what}; give the same `make data` command again")
+            raise InputError(
+                f"{prepared} is not prepared to its end; give the same `make data` command again"
+            )
     if any(folder.glob("day_*_labels.npy")):
         return ClickLog(folder, split, rows)
     if any((folder / name).exists() for name in movielens.RATING_FILES):
@@ -546,8 +569,9 @@ def open_clicks(
 
     days = [f"day_{day}" for day in range(24)]
     if text_files(folder, ["train.txt", *days]):
-        what = f"{data} holds Criteo's text files"
-        raise InputError(f"{what}; turn them into arrays first: {command}")
+        raise InputError(
+            f"{data} holds Criteo's text files; turn them into arrays first: {command}"
+        )
     found = ", ".join(sorted(path.name for path in folder.iterdir())[:10]) or "nothing"
     raise InputError(
         f"{data} has none of prepared.json (made by make data), day_0_labels.npy (torchrec's "
@@ -579,11 +603,13 @@ def click_metrics(logits: np.ndarray, labels: np.ndarray) -> dict[str, float]:
 
     rate = labels.mean()
     if not 0 < rate < 1:
-        what = f"all {len(labels)} labels of the evaluation split are {labels[0]:.0f}"
-        raise InputError(f"{what}: there is no AUC")
+        raise InputError(
+            f"all {len(labels)} labels of the evaluation split are {labels[0]:.0f}: there is no AUC"
+        )
     if not np.isfinite(logits).all():
-        what = "a logit is not finite: training diverged"
-        raise InputError(f"{what}; use a smaller --lr or more --warmup-steps")
+        raise InputError(
+            "a logit is not finite: training diverged; use a smaller --lr or more --warmup-steps"
+        )
 
     logits = logits.astype(np.float64)
     # log(1 + exp(x)) - y x, without overflow.

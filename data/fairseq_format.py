@@ -108,12 +108,12 @@ class Dictionary:
             )
         if share >= SURE and marked[fewer] * 3 <= count:
             return more
-        begin = f"{marked['sentencepiece']} that begin with ▁"
-        end = f"{marked['subword_nmt']} that end with @@"
         raise InputError(
-            f"{name} has {len(symbols)} symbols, {begin} and {end}: whether they are pieces of "
-            "sentencepiece, pieces of subword-nmt or words cannot be told; say it with --pieces "
-            f"{', '.join(PIECES[:-1])} or {PIECES[-1]}"
+            f"{name} has {len(symbols)} symbols, "
+            f"{marked['sentencepiece']} that begin with ▁ "
+            f"and {marked['subword_nmt']} that end with @@: "
+            "whether they are pieces of sentencepiece, pieces of subword-nmt or words "
+            f"cannot be told; say it with --pieces {', '.join(PIECES[:-1])} or {PIECES[-1]}"
         )
 
     @classmethod
@@ -141,8 +141,10 @@ class Dictionary:
             if replaces_first:
                 symbol, space, count = symbol.rpartition(" ")
             if not space or not count.lstrip("-").isdecimal():
-                what = f"{path} line {number} is {line[:60]!r}"
-                raise InputError(f"{what}; expected a symbol, a space and its count")
+                raise InputError(
+                    f"{path} line {number} is {line[:60]!r}; "
+                    "expected a symbol, a space and its count"
+                )
             if symbol in seen and not replaces_first:
                 raise InputError(
                     f"{path} line {number} has the symbol {symbol!r} a second time; remove it, or "
@@ -208,8 +210,10 @@ class MmapTokens:
         self.path = Path(f"{prefix}.bin")
         for path in (index, self.path):
             if not path.is_file():
-                expected = "expected an .idx and a .bin file, as fairseq-preprocess writes"
-                raise InputError(f"there is no {path}; {expected}")
+                raise InputError(
+                    f"there is no {path}; "
+                    "expected an .idx and a .bin file, as fairseq-preprocess writes"
+                )
 
         dtype, count = _read_header(index)
         self.sizes = _map(index, np.int32, HEADER.size, count)
@@ -223,14 +227,16 @@ class MmapTokens:
         """Raises InputError if a sentence does not lie in the .bin file."""
         is_odd = (self._pointers % dtype.itemsize).any()
         if self.sizes.min() < 0 or self._pointers.min() < 0 or is_odd:
-            what = f"{index} is damaged: it has sizes or places that cannot be"
-            raise InputError(f"{what}; make it again")
+            raise InputError(
+                f"{index} is damaged: it has sizes or places that cannot be; make it again"
+            )
         ends = self._pointers + self.sizes.astype(np.int64) * dtype.itemsize
         expected = int(ends.max())
         found = self.path.stat().st_size
         if found < expected:
-            what = f"{self.path} is truncated: {found} bytes, expected {expected}"
-            raise InputError(f"{what}; make it again")
+            raise InputError(
+                f"{self.path} is truncated: {found} bytes, expected {expected}; make it again"
+            )
 
     def __len__(self) -> int:
         return len(self.sizes)
@@ -253,23 +259,29 @@ def _read_header(index: Path) -> tuple[np.dtype, int]:
     with open(index, "rb") as file:
         header = file.read(HEADER.size)
     if not header.startswith(MAGIC):
-        what = f"{index} begins with {header[:9]!r}"
-        expected = "a .idx file of --dataset-impl mmap begins with MMIDIDX"
-        raise InputError(f"{what}; {expected}: preprocess with --dataset-impl mmap")
+        raise InputError(
+            f"{index} begins with {header[:9]!r}; "
+            "a .idx file of --dataset-impl mmap begins with MMIDIDX: "
+            "preprocess with --dataset-impl mmap"
+        )
     if len(header) < HEADER.size:
-        what = f"{index} is truncated: {len(header)} bytes"
-        raise InputError(f"{what}, expected {HEADER.size} or more")
+        raise InputError(
+            f"{index} is truncated: {len(header)} bytes, expected {HEADER.size} or more"
+        )
 
     _, version, code, count = HEADER.unpack(header)
     if version != 1 or code not in DTYPES:
         codes = ", ".join(f"{known} {np.dtype(dtype)}" for known, dtype in DTYPES.items())
-        what = f"{index} has version {version} and type {code}"
-        raise InputError(f"{what}; expected version 1 and a type of {codes}")
+        raise InputError(
+            f"{index} has version {version} and type {code}; "
+            f"expected version 1 and a type of {codes}"
+        )
     found = index.stat().st_size
     expected = HEADER.size + 12 * count
     if found != expected:
-        what = f"{index} has {found} bytes; expected {expected} for {count} sentences"
-        raise InputError(f"{what}: make it again")
+        raise InputError(
+            f"{index} has {found} bytes; expected {expected} for {count} sentences: make it again"
+        )
     return np.dtype(DTYPES[code]), count
 
 

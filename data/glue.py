@@ -209,8 +209,10 @@ def read(data: str | Path, task: str, split: str, seed: int = 0) -> Examples:
     path, left_out = _find_tsv(folder, chosen, split)
     examples, broken = _read_tsv(path, chosen)
     if broken:
-        what = f"{path}: {len(broken)} broken rows are left out, the first: {broken[0]}"
-        warnings.warn(what, stacklevel=2)
+        warnings.warn(
+            f"{path}: {len(broken)} broken rows are left out, the first: {broken[0]}",
+            stacklevel=2,
+        )
     return replace(examples, source=f"{path.parent.name}/{path.name}", left_out=left_out)
 
 
@@ -223,8 +225,9 @@ def _check_split(task: Task, split: str) -> None:
     hidden = ""
     if split.startswith("test"):
         hidden = "; the labels of GLUE's test splits are not public"
-    expected = f"expected one of {', '.join(known)} for {task.name}{hidden}"
-    raise InputError(f"split is {split!r}; {expected}")
+    raise InputError(
+        f"split is {split!r}; expected one of {', '.join(known)} for {task.name}{hidden}"
+    )
 
 
 def _local_folder(data: str | Path, task: Task) -> Path:
@@ -240,8 +243,7 @@ def _local_folder(data: str | Path, task: Task) -> Path:
 
     folder = Path(local_copy(str(data), "*", *sorted(not_copied))).expanduser()
     if folder.is_file():
-        expected = "expected the folder that it is in, or GLUE's folder"
-        raise InputError(f"{data} is a file; {expected}")
+        raise InputError(f"{data} is a file; expected the folder that it is in, or GLUE's folder")
     return folder
 
 
@@ -296,8 +298,10 @@ def _find_tsv(folder: Path, task: Task, split: str) -> tuple[Path, list[str]]:
     first = candidates[0]
     name = f"{split.replace('validation', 'dev')}.tsv"
     found = ", ".join(sorted(path.name for path in first.iterdir())[:10]) or "nothing"
-    what = f"{first} has no {name} and no parquet files of the split {split}, found {found}"
-    raise InputError(f"{what}; expected GLUE's {task.folder}/{name}")
+    raise InputError(
+        f"{first} has no {name} and no parquet files of the split {split}, found {found}; "
+        f"expected GLUE's {task.folder}/{name}"
+    )
 
 
 def _refuse_another_task(folder: Path, task: Task) -> None:
@@ -308,8 +312,9 @@ def _refuse_another_task(folder: Path, task: Task) -> None:
     tasks = {_normalized(one.folder): one.name for one in TASKS.values()}
     other = tasks.get(_normalized(folder.resolve().name), task.name)
     if other != task.name:
-        what = f"{folder} is the folder of {other}, and the task is {task.name}"
-        raise InputError(f"{what}; give one of both")
+        raise InputError(
+            f"{folder} is the folder of {other}, and the task is {task.name}; give one of both"
+        )
 
 
 def _normalized(name: str) -> str:
@@ -392,9 +397,11 @@ def _find_layout(lines: list[str], path: Path, task: Task) -> _Layout:
     if missing:
         if len(header) == 1 and header[0]:
             _refuse_other_separators(header[0], needed, f"{path} line 1")
-        what = f"{path} line 1 has the columns {', '.join(header) or 'nothing'}"
-        expected = f"expected {', '.join(missing)} among them, separated by tabs"
-        raise InputError(f"{what}; {expected}, as in GLUE's {task.folder}")
+        raise InputError(
+            f"{path} line 1 has the columns {', '.join(header) or 'nothing'}; "
+            f"expected {', '.join(missing)} among them, separated by tabs, "
+            f"as in GLUE's {task.folder}"
+        )
 
     return _Layout(
         header=header,
@@ -422,10 +429,11 @@ def _refuse_other_separators(line: str, columns: Sequence[str], where: str) -> N
     """Raises InputError for a line without tabs whose fields commas or the like separate."""
     for sign, name in ((",", "commas"), (";", "semicolons"), ("|", "vertical bars")):
         if line.count(sign) >= len(columns) - 1:
-            what = f"{where} has no tab, but {name}: {line[:60]!r}"
-            expected = f"expected {', '.join(columns)} separated by tabs"
-            remedy = "write it as TSV: separated by tabs, and without quoting"
-            raise InputError(f"{what}; {expected}; {remedy}")
+            raise InputError(
+                f"{where} has no tab, but {name}: {line[:60]!r}; "
+                f"expected {', '.join(columns)} separated by tabs; "
+                "write it as TSV: separated by tabs, and without quoting"
+            )
 
 
 def _describe_fields(fields: list[str], layout: _Layout) -> str:
@@ -437,9 +445,11 @@ def _describe_fields(fields: list[str], layout: _Layout) -> str:
 
     for field in fields:
         if field.startswith('"') and field.count('"') % 2 == 1:
-            what += ". A field begins with \" and does not end: GLUE's files have no quoting, "
-            what += "so write the file without it (csv.QUOTE_NONE), "
-            what += "and without tabs and line breaks in the sentences"
+            what += (
+                ". A field begins with \" and does not end: GLUE's files have no quoting, "
+                "so write the file without it (csv.QUOTE_NONE), "
+                "and without tabs and line breaks in the sentences"
+            )
             break
     return what
 
@@ -471,8 +481,9 @@ def _parse_label(text: str, task: Task, numbers: dict[str, int], where: str) -> 
         value = float("nan")
     lowest, highest = SCORES
     if not lowest <= value <= highest:  # nor is "nan" a score
-        expected = f"expected a number from {lowest:g} to {highest:g}"
-        raise InputError(f"{where} has the score {text!r}; {expected}")
+        raise InputError(
+            f"{where} has the score {text!r}; expected a number from {lowest:g} to {highest:g}"
+        )
     return value
 
 
@@ -505,12 +516,18 @@ def _call_datasets(what_failed: str, function: str, *arguments, **options) -> An
 def _read_hub(data: str, task: Task, split: str) -> Examples:
     """Reads a split of a data set on the hub, whose id is `data`."""
     if data.count("/") != 1 or data.startswith((".", "/", "~")):
-        expected = f"expected GLUE's folder, with {task.folder} in it"
-        raise InputError(f"there is no folder {data}; {expected}")
+        raise InputError(
+            f"there is no folder {data}; expected GLUE's folder, with {task.folder} in it"
+        )
 
-    what_failed = f"{data} is neither a folder nor a data set of the hub"
-    what_failed += f" with {task.name} and its split {split}"
-    rows = _call_datasets(what_failed, "load_dataset", data, task.name, split=split)
+    rows = _call_datasets(
+        f"{data} is neither a folder nor a data set of the hub "
+        f"with {task.name} and its split {split}",
+        "load_dataset",
+        data,
+        task.name,
+        split=split,
+    )
     examples = _examples_of_rows(rows, f"{data}, split {split}", task)
     return replace(examples, source=f"{data}'s split {split}")
 
@@ -532,8 +549,9 @@ def _find_table(folder: Path, task: Task, split: str) -> _Table | None:
     """
     for candidate in (folder / task.name, folder / task.folder, folder):
         if (candidate / "state.json").exists():
-            what = f"{candidate} is a single split written by save_to_disk"
-            raise InputError(f"{what}; expected a DatasetDict")
+            raise InputError(
+                f"{candidate} is a single split written by save_to_disk; expected a DatasetDict"
+            )
 
         if (candidate / "dataset_dict.json").exists():
             _refuse_another_task(candidate, task)
@@ -556,12 +574,12 @@ def _find_table(folder: Path, task: Task, split: str) -> _Table | None:
 
 def _open_saved(folder: Path, task: Task, split: str) -> _Table:
     """Opens a split of a DatasetDict that save_to_disk has written."""
-    what_failed = f"{folder} cannot be read by datasets"
-    saved = _call_datasets(what_failed, "load_from_disk", str(folder))
+    saved = _call_datasets(f"{folder} cannot be read by datasets", "load_from_disk", str(folder))
     name, left_out = _choose(list(saved), task, split, str(folder))
     if not name:
-        what = f"{folder} has the splits {', '.join(saved)}"
-        raise InputError(f"{what}; expected {split} for {task.name}")
+        raise InputError(
+            f"{folder} has the splits {', '.join(saved)}; expected {split} for {task.name}"
+        )
     return _Table(saved[name], f"its split {name}", [f"its split {other}" for other in left_out])
 
 
@@ -601,8 +619,10 @@ def _examples_of_rows(rows: "datasets.Dataset", where: str, task: Task) -> Examp
     """
     missing = [name for name in (*task.columns, "label") if name not in rows.column_names]
     if missing:
-        what = f"{where} has the columns {', '.join(rows.column_names)}"
-        raise InputError(f"{what}; expected {', '.join(missing)} for {task.name}")
+        raise InputError(
+            f"{where} has the columns {', '.join(rows.column_names)}; "
+            f"expected {', '.join(missing)} for {task.name}"
+        )
     if len(rows) == 0:
         raise InputError(f"{where} has no examples")
 
@@ -614,8 +634,10 @@ def _examples_of_rows(rows: "datasets.Dataset", where: str, task: Task) -> Examp
     labels = []
     for number, label in enumerate(rows["label"]):
         if label is None or label == -1:
-            what = f"{where}, row {number} has the label {label}, which stands for a hidden one"
-            raise InputError(f"{what}; expected a split with labels")
+            raise InputError(
+                f"{where}, row {number} has the label {label}, which stands for a hidden one; "
+                "expected a split with labels"
+            )
         labels.append(_parse_label(str(label), task, label_numbers, f"{where}, row {number}"))
     return _examples(columns, labels, task)
 
@@ -625,8 +647,9 @@ def _check_sentences(sentences: list[Any], column: str, where: str, task: Task) 
     may_be_empty = task.name == "qqp"  # three of its questions are, also on the hub
     for number, sentence in enumerate(sentences):
         if not isinstance(sentence, str) or not (may_be_empty or sentence.strip()):
-            what = f"{where}, row {number} has {sentence!r} as its {column}"
-            raise InputError(f"{what}; expected a sentence")
+            raise InputError(
+                f"{where}, row {number} has {sentence!r} as its {column}; expected a sentence"
+            )
 
 
 def _numbers_of_feature(feature: Any, where: str, task: Task) -> dict[str, int]:
@@ -640,8 +663,10 @@ def _numbers_of_feature(feature: Any, where: str, task: Task) -> dict[str, int]:
 
     plain = [name.strip().lower() for name in names]
     if sorted(plain) != sorted(task.labels):
-        what = f"{where} has the labels {', '.join(names)}"
-        raise InputError(f"{what}; expected {', '.join(task.labels)} for {task.name}")
+        raise InputError(
+            f"{where} has the labels {', '.join(names)}; "
+            f"expected {', '.join(task.labels)} for {task.name}"
+        )
     return {str(number): task.labels.index(name) for number, name in enumerate(plain)}
 
 
@@ -833,8 +858,9 @@ class Encoded:
         sizes = self.lengths[chosen].astype(np.int64)
         if sizes.max(initial=0) > width:
             row = int(sizes.argmax())
-            what = f"example {chosen[row]} has {sizes[row]} tokens"
-            raise ValueError(f"{what}, and the shape has {width} places")
+            raise ValueError(
+                f"example {chosen[row]} has {sizes[row]} tokens, and the shape has {width} places"
+            )
 
         # For all tokens of the batch, one example after the other: the token's number in its
         # example, where it is in the flat arrays, and where it goes in the flattened batch.
@@ -867,19 +893,24 @@ class Encoded:
 def _check_tokenizer(tokenizer, max_length: int, pairs: bool) -> None:
     """Raises InputError where a tokenizer cannot make examples of `max_length` tokens."""
     if not getattr(tokenizer, "is_fast", False):
-        what = f"{type(tokenizer).__name__} is not a fast tokenizer"
-        raise InputError(f"{what}; expected one with a tokenizer.json")
+        raise InputError(
+            f"{type(tokenizer).__name__} is not a fast tokenizer; "
+            "expected one with a tokenizer.json"
+        )
     if tokenizer.pad_token_id is None:
-        expected = "expected one of an encoder, or set its pad_token"
-        raise InputError(f"the tokenizer has no padding token; {expected}")
+        raise InputError(
+            "the tokenizer has no padding token; expected one of an encoder, or set its pad_token"
+        )
 
     sentences = 2 if pairs else 1
     least = tokenizer.num_special_tokens_to_add(pair=pairs) + sentences
     most = tokenizer.model_max_length
     if not least <= max_length <= most:
-        expected = f"expected {least} (special tokens, and a token a sentence) to {most}"
-        why = "which is what the tokenizer's model takes"
-        raise InputError(f"max_length is {max_length}; {expected}, {why}")
+        raise InputError(
+            f"max_length is {max_length}; "
+            f"expected {least} (special tokens, and a token a sentence) to {most}, "
+            "which is what the tokenizer's model takes"
+        )
 
 
 # Metrics
@@ -903,8 +934,10 @@ def score(task: str, predictions: Sequence[float], labels: Sequence[float]) -> d
     predictions = np.asarray(predictions)
     labels = np.asarray(labels)
     if predictions.shape != labels.shape or labels.ndim != 1 or not labels.size:
-        shapes = f"predictions {list(predictions.shape)} and labels {list(labels.shape)}"
-        raise ValueError(f"{shapes}; expected as many, one or more")
+        raise ValueError(
+            f"predictions {list(predictions.shape)} and labels {list(labels.shape)}; "
+            "expected as many, one or more"
+        )
     return {name: _metric(name, predictions, labels) for name in metrics}
 
 

@@ -28,7 +28,9 @@ def open_histories(data: str, last: int) -> "Histories":
     return Histories(histories, films, last)
 
 
-def read_histories(folder: str | Path, bad_rows: float = 0.0001) -> tuple[list[np.ndarray], int]:
+def read_histories(
+    folder: str | Path, max_bad_share: float = 0.0001
+) -> tuple[list[np.ndarray], int]:
     """Reads each user's films by time, those of one second in random order.
 
     Users with fewer than SHORTEST films are left out.
@@ -37,7 +39,7 @@ def read_histories(folder: str | Path, bad_rows: float = 0.0001) -> tuple[list[n
     Raises InputError: see data/movielens.py; or no user is left.
     """
     path = movielens.rating_file(local_copy(str(folder), *movielens.FILES))
-    ratings = movielens.read_ratings(path, bad_rows)
+    ratings = movielens.read_ratings(path, max_bad_share)
     user = ratings[:, 0]
     time = ratings[:, 3]
     films, film = np.unique(ratings[:, 1], return_inverse=True)
@@ -49,8 +51,9 @@ def read_histories(folder: str | Path, bad_rows: float = 0.0001) -> tuple[list[n
     of_users = np.split(film[order].astype(np.int32) + 1, of_next_user)
     histories = [history for history in of_users if len(history) >= SHORTEST]
     if not histories:
-        what = f"{path} has {len(of_users)} users, none of them with {SHORTEST} ratings"
-        raise InputError(f"{what}; it needs more")
+        raise InputError(
+            f"{path} has {len(of_users)} users, none of them with {SHORTEST} ratings; it needs more"
+        )
     return histories, len(films)
 
 

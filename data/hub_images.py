@@ -29,8 +29,10 @@ class HubImages(Images):
         train, evaluation = choose_splits(found, data)
         name = train if split == "train" else evaluation
         if train is None or name is None:
-            expected = "train, and one of val, validation, test"
-            raise InputError(f"{data} has the splits {', '.join(found)}; expected {expected}")
+            raise InputError(
+                f"{data} has the splits {', '.join(found)}; "
+                "expected train, and one of val, validation, test"
+            )
         unused = [other for other in found if other not in (train, evaluation)]
         self.source = f"its split {name}"
         self.left_out = [f"its split {other}" for other in unused]
@@ -57,8 +59,10 @@ class HubImages(Images):
         known = range(len(self.classes))
         for label in rows.unique(self._label):
             if label not in known:
-                expected = f"expected labels 0 to {len(self.classes) - 1} in {self._label}"
-                raise InputError(f"{self._source} has the label {label}; {expected}")
+                raise InputError(
+                    f"{self._source} has the label {label}; "
+                    f"expected labels 0 to {len(self.classes) - 1} in {self._label}"
+                )
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -82,8 +86,10 @@ def _load_splits(data: str) -> dict[str, datasets.Dataset]:
     else: a single split of save_to_disk, and shards of data/prepare/images.py.
     """
     if os.path.exists(os.path.join(data, "state.json")):
-        what = f"{data} is a single split written by save_to_disk"
-        raise InputError(f"{what}; expected a DatasetDict with train and val")
+        raise InputError(
+            f"{data} is a single split written by save_to_disk; "
+            "expected a DatasetDict with train and val"
+        )
     _refuse_shards(data)
     try:
         if os.path.exists(os.path.join(data, "dataset_dict.json")):
@@ -93,11 +99,12 @@ def _load_splits(data: str) -> dict[str, datasets.Dataset]:
             return datasets.load_dataset(data, data_files=files)
         return datasets.load_dataset(data)
     except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
-        what = "is neither a folder nor a data set of the hub"
-        if os.path.isdir(data):
-            what = "cannot be read by datasets"
         first_line = str(error).partition("\n")[0]
-        raise InputError(f"{data} {what}: {first_line}") from error
+        if os.path.isdir(data):
+            raise InputError(f"{data} cannot be read by datasets: {first_line}") from error
+        raise InputError(
+            f"{data} is neither a folder nor a data set of the hub: {first_line}"
+        ) from error
 
 
 def _refuse_shards(data: str) -> None:
@@ -106,14 +113,17 @@ def _refuse_shards(data: str) -> None:
     As plain parquet they would be trained on in another order.
     """
     if os.path.exists(os.path.join(data, "parts", "plan.json")):
-        what = f"{data} is not prepared to its end"
-        raise InputError(f"{what}; give the same `make data` command again")
+        raise InputError(
+            f"{data} is not prepared to its end; give the same `make data` command again"
+        )
 
     number = 5 * "[0-9]"
     if any(Path(data).glob(f"val-{number}-of-{number}.parquet")):
-        what = f"{data} has shards of make data DATASET=images, but not their index shards.json"
-        remedy = "copy shards.json there, too, or prepare the images again"
-        raise InputError(f"{what}; {remedy}; for other images name the files validation-…")
+        raise InputError(
+            f"{data} has shards of make data DATASET=images, but not their index shards.json; "
+            "copy shards.json there, too, or prepare the images again; "
+            "for other images name the files validation-…"
+        )
 
 
 def _files_beside_prepared(data: str) -> dict[str, list[str]]:

@@ -107,15 +107,18 @@ def _rgb(image: Image.Image) -> np.ndarray:
         kind = kinds.get(image.mode, f"of mode {image.mode}")
         if is_signed:
             kind = "signed numbers"
-        what = f"its pixels are {kind}, of which black and white are not known"
-        raise BrokenImage(f"{what}; save it with 8 or 16 bits")
+        raise BrokenImage(
+            f"its pixels are {kind}, of which black and white are not known; "
+            "save it with 8 or 16 bits"
+        )
 
     bits = tags.get(BITS_PER_SAMPLE, (16,))[0]  # of a TIFF also 12
     grey = np.array(image, np.int64)
     if bits == 16 and 0 < grey.max() < 256:  # 8 bits in a file of 16: nothing would be left of them
-        what = f"its pixels have 16 bits and go from {grey.min()} to {grey.max()}"
-        why = "which would be one shade"
-        raise BrokenImage(f"{what}, {why}; save it scaled to all of 8 or 16 bits")
+        raise BrokenImage(
+            f"its pixels have 16 bits and go from {grey.min()} to {grey.max()}, "
+            "which would be one shade; save it scaled to all of 8 or 16 bits"
+        )
     grey >>= bits - 8
     if tags.get(PHOTOMETRIC) == MIN_IS_WHITE:
         grey = 255 - grey
@@ -214,22 +217,27 @@ def as_label(
             label = label.float()  # NumPy has no bfloat16
     values = _as_array(label)
     if values.dtype.kind not in "biuf" or values.size == 0:
-        what = f"{name} has the label {str(label)[:60]!r} ({type(label).__name__})"
-        expected = "expected the number of a class, or floats, or a vector of numbers"
-        raise InputError(f"{what}; {expected}")
+        raise InputError(
+            f"{name} has the label {str(label)[:60]!r} ({type(label).__name__}); "
+            "expected the number of a class, or floats, or a vector of numbers"
+        )
 
     if values.dtype.kind == "f":
         values = values.astype(np.float32)
         if not np.isfinite(values).all():
-            what = f"{name} has the label {str(label)[:60]}, which is not finite"
-            raise InputError(f"{what}; correct it or leave it out")
+            raise InputError(
+                f"{name} has the label {str(label)[:60]}, which is not finite; "
+                "correct it or leave it out"
+            )
         return values[()]
 
     values = values.astype(np.int64)
     if values.ndim == 0 and len(classes) and not 0 <= values < len(classes):
-        expected = f"expected 0 to {len(classes) - 1}, one of the {len(classes)} classes"
-        hint = "(a number that is no class is a float)"
-        raise InputError(f"{name} has the label {label}; {expected} {hint}")
+        raise InputError(
+            f"{name} has the label {label}; "
+            f"expected 0 to {len(classes) - 1}, one of the {len(classes)} classes "
+            "(a number that is no class is a float)"
+        )
     return values[()]
 
 
@@ -304,11 +312,11 @@ class Images:
     def _refuse(self, broken: str, skipped: int, error: Exception) -> None:
         """Raises InputError where a broken file may not be skipped, or too many were in a row."""
         if not self.skip_broken:
-            remedy = "or pass --skip-broken to skip such files"
-            raise InputError(f"{broken}, {remedy}") from error
+            raise InputError(f"{broken}, or pass --skip-broken to skip such files") from error
         if skipped == MAX_SKIPPED:
-            what = f"{skipped} images drawn in a row are broken"
-            raise InputError(f"{what}, the last: {broken}") from error
+            raise InputError(
+                f"{skipped} images drawn in a row are broken, the last: {broken}"
+            ) from error
 
 
 class ImageFolder(Images):
@@ -326,16 +334,19 @@ class ImageFolder(Images):
         found, _ = _listed(root)
         train, evaluation = choose_splits(found, str(root))
         if train is None:
-            expected = "expected train/<class>/*.jpg and val/<class>/*.jpg"
-            what = f"{expected}, found {', '.join(found[:10]) or 'nothing'}"
-            raise InputError(f"{root} has no train/ folder; {what}")
+            raise InputError(
+                f"{root} has no train/ folder; "
+                "expected train/<class>/*.jpg and val/<class>/*.jpg, "
+                f"found {', '.join(found[:10]) or 'nothing'}"
+            )
         self.folder = os.path.join(root, train)
         self.classes = _class_folders(self.folder)
         self._folders = self.classes
         if split == "eval":
             if evaluation is None:
-                expected = "expected one of val, validation, test"
-                raise InputError(f"{root} has no folder to evaluate on; {expected}")
+                raise InputError(
+                    f"{root} has no folder to evaluate on; expected one of val, validation, test"
+                )
             self.folder = os.path.join(root, evaluation)
             self._folders = in_order(self.folder, _class_folders(self.folder), self.classes)
         self.source = os.path.basename(self.folder) + "/"
@@ -438,16 +449,19 @@ def open_imagenet(data: str, split: Split, image_size: int, skip_broken: bool = 
         shards = optional.load("shards", asked=data)
         return shards.Shards(data, split, image_size, skip_broken)
     if path.is_file():
-        expected = "expected a folder with train/ and val/ (unpack an archive first)"
-        raise InputError(f"{data} is a file; {expected}")
+        raise InputError(
+            f"{data} is a file; expected a folder with train/ and val/ (unpack an archive first)"
+        )
 
     if path.is_dir():
         if _has_class_folders(path, data) or not _has_tables(path):
             return ImageFolder(path, split, image_size, skip_broken)
         data = str(path)
     elif not re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", data):
-        expected = "expected one with train/ and val/, or an id on the Hugging Face hub"
-        raise InputError(f"there is no folder {data}; {expected}")
+        raise InputError(
+            f"there is no folder {data}; "
+            "expected one with train/ and val/, or an id on the Hugging Face hub"
+        )
     hub_images = optional.load("hub_images", asked=data)
     return hub_images.HubImages(data, split, image_size, skip_broken)
 
@@ -523,8 +537,9 @@ def read_file(path: str, size: int = -1) -> bytes:
             return file.read(size)
     except OSError as error:
         if isinstance(error, FileNotFoundError) and os.path.islink(path):
-            what = f"{path} is a link to {os.readlink(path)}, which is not there"
-            raise DanglingLink(f"{what}; mend the link") from error
+            raise DanglingLink(
+                f"{path} is a link to {os.readlink(path)}, which is not there; mend the link"
+            ) from error
         raise InputError(f"{path} cannot be read: {error.strerror}") from error
 
 
@@ -557,8 +572,10 @@ def _refuse_lost_folders(folder: str, files: list[str]) -> None:
             continue
         path = os.path.join(folder, name)
         if os.path.islink(path) and not os.path.exists(path):
-            what = f"{path} is a link to {os.readlink(path)}, which is not there"
-            raise InputError(f"{what}; mend or remove the link")
+            raise InputError(
+                f"{path} is a link to {os.readlink(path)}, which is not there; "
+                "mend or remove the link"
+            )
 
 
 def _class_folders(folder: str) -> list[str]:
@@ -576,8 +593,10 @@ def _class_folders(folder: str) -> list[str]:
     for name in classes:
         other = name_of_form.setdefault(unicodedata.normalize("NFC", name), name)
         if other != name:
-            what = f"{folder} has two folders {name} whose names differ in their Unicode form alone"
-            raise InputError(f"{what} (NFC and NFD); move the images of both into one")
+            raise InputError(
+                f"{folder} has two folders {name} whose names differ in their Unicode form alone "
+                "(NFC and NFD); move the images of both into one"
+            )
     return classes
 
 
@@ -599,6 +618,8 @@ def _image_files(folder: str) -> list[bytes]:
         images = sorted(name for name in names if _is_image(name))
         paths += [os.fsencode(os.path.join(parent, name)[start:]) for name in images]
     if not paths:
-        what = f"class folder {folder} has no images ({' '.join(IMG_EXTENSIONS)})"
-        raise InputError(f"{what}; fill it or remove it")
+        raise InputError(
+            f"class folder {folder} has no images ({' '.join(IMG_EXTENSIONS)}); "
+            "fill it or remove it"
+        )
     return paths

@@ -116,8 +116,9 @@ def scoring(code: str, tokenizer: str = "") -> Scoring:
     language = base_language(code)
     if tokenizer:
         if tokenizer not in TOKENIZERS:
-            expected = f"expected one of {', '.join(TOKENIZERS)}"
-            raise InputError(f"--bleu-tokenizer is {tokenizer}; {expected}")
+            raise InputError(
+                f"--bleu-tokenizer is {tokenizer}; expected one of {', '.join(TOKENIZERS)}"
+            )
         return Scoring(tokenizer, language)
 
     if language in MISTAKEN:

@@ -30,8 +30,7 @@ def images(data: str, task: str) -> str:
             path = evaluation.path(index)
             if not imagenet.read_file(path, size=1):
                 raise InputError(f"{path} is broken: the file is empty; replace the file")
-    what = f"{len(train):,} images of {len(train.classes)} classes"
-    return f"{what}{splits.said(train, evaluation)}"
+    return f"{len(train):,} images of {len(train.classes)} classes{splits.said(train, evaluation)}"
 
 
 def clicks(data: str, task: str) -> str:
@@ -62,8 +61,7 @@ def rows(data: str, task: str) -> str:
     valid = text.open_text(data, "valid")
     for dataset in (train, valid):
         dataset.row(0)
-    what = f"{len(train):,} rows of {len(train.tokenizer):,} tokens"
-    return f"{what}{splits.said(train, valid)}"
+    return f"{len(train):,} rows of {len(train.tokenizer):,} tokens{splits.said(train, valid)}"
 
 
 def sentences(data: str, task: str) -> str:

@@ -5,9 +5,9 @@ ua.base), u.item and u.user; of the 1M set ratings.dat, movies.dat and users.dat
 ratings.csv and movies.csv, whose columns go by the names in their header, in any order. Only the
 ratings are needed. A tenth of them, by a hash of user and film, is for evaluation.
 
-The features are the user, the film, the user's age, gender and occupation (where known), and the
-film's genres, a bag as long as the most genres of a film. Users, films and words have one
-vocabulary for both splits; id 0 is unknown.
+The features are the user, the film ("item"), the user's age, gender and occupation (where known),
+and the film's genres: a bag with as many lookups as any film has genres. Users, films and words
+have one vocabulary for both splits; id 0 is unknown.
 
 Ratings are read line by line in Python, a second or two per million, and kept in memory: this is
 for sets of up to some millions.
@@ -28,7 +28,7 @@ from errors import InputError
 RATING_FILES = ("u.data", "ua.base", "ratings.dat", "ratings.csv")
 FILES = (*RATING_FILES, "u.item", "u.user", "movies.dat", "users.dat", "movies.csv")
 RATING_COLUMNS = ("userId", "movieId", "rating", "timestamp")  # of ratings.csv
-ITEM_COLUMNS = ("movieId", "title", "genres")  # of movies.csv
+FILM_COLUMNS = ("movieId", "title", "genres")  # of movies.csv
 LIKED = 4  # stars
 AGES = (18, 25, 35, 45, 50, 56)  # where the age groups of the 1M set begin
 YEAR = re.compile(r"\((\d{4})\)\s*$")  # at the end of a title
@@ -37,8 +37,8 @@ Split = Literal["train", "eval"]
 
 
 @dataclasses.dataclass(frozen=True)
-class Item:
-    """A film."""
+class Film:
+    """What is known of a film."""
 
     year: int | None  # of release
     genres: tuple[str, ...]
@@ -46,7 +46,7 @@ class Item:
 
 @dataclasses.dataclass(frozen=True)
 class User:
-    """A user."""
+    """What is known of a user."""
 
     age: int  # in years; of the 1M set, where the age group begins
     gender: str  # M or F
@@ -59,44 +59,48 @@ class Feature:
 
     name: str
     table_rows: int
-    ids: np.ndarray  # int32 [users or films, lookups], 0 for unknown and at padded places
+    ids: np.ndarray  # int32 [users or films, lookups], 0 for unknown and for padding
 
 
 class MovieLens:
     """A folder with MovieLens' ratings, as a click log (see data/criteo.py for the interface).
 
-    Dense are the film's year and the user's age, each about -2 to 2 and 0 where it is unknown, or a
-    constant 0 if neither is known of anything. Malformed lines are left out with a warning that
-    names the first.
+    The dense features are the film's year and the user's age, each about -2 to 2 and 0 where it is
+    unknown; one that is unknown for all is left out. If both are, a constant 0 is in their place.
+    Malformed lines are left out with a warning that names the first.
 
     Raises InputError: there are no ratings, or a file has a larger share of malformed lines than
-    `bad_rows`.
+    `max_bad_share`.
     """
 
-    def __init__(self, folder: str | Path, split: Split, bad_rows: float = 0.0001):
+    def __init__(self, folder: str | Path, split: Split, max_bad_share: float = 0.0001):
         folder = Path(folder).expanduser()
         path = rating_file(folder)
-        ratings = read_ratings(path, bad_rows)
-        items = _read_items(folder, bad_rows)
-        users = _read_users(folder, bad_rows)
+        ratings = read_ratings(path, max_bad_share)
+        known_films = _read_films(folder, max_bad_share)
+        known_users = _read_users(folder, max_bad_share)
         self.split = split
         self._set_source(path)
 
-        user_ids, user = np.unique(ratings[:, 0].astype(np.int64), return_inverse=True)
-        item_ids, item = np.unique(ratings[:, 1].astype(np.int64), return_inverse=True)
-        kept = _in_evaluation(user_ids[user], item_ids[item]) == (split == "eval")
+        # Users and films are indexed by the order of their numbers in the files.
+        rating_users = ratings[:, 0].astype(np.int64)
+        rating_films = ratings[:, 1].astype(np.int64)
+        user_numbers, user_index = np.unique(rating_users, return_inverse=True)
+        film_numbers, film_index = np.unique(rating_films, return_inverse=True)
+
+        kept = _in_evaluation(rating_users, rating_films) == (split == "eval")
         if not kept.any():
             what = f"{path} has {len(ratings)} ratings, none of them in the {split} split"
             raise InputError(f"{what}; it needs more")
-        self._user = user[kept].astype(np.int32)
-        self._item = item[kept].astype(np.int32)
+        self._user = user_index[kept].astype(np.int32)  # [ratings], index of the user
+        self._film = film_index[kept].astype(np.int32)
         self._label = (ratings[kept, 2] >= LIKED).astype(np.float32)
 
-        # What is known of each user and of each film with a rating; None: nothing.
-        of_users = [users.get(number) for number in user_ids.tolist()]
-        of_items = [items.get(number) for number in item_ids.tolist()]
-        self._set_features(of_users, of_items, users_are_known=bool(users))
-        self._set_dense(of_users, of_items)
+        # What is known of each user and of each film that has a rating; None: nothing.
+        users = [known_users.get(number) for number in user_numbers.tolist()]
+        films = [known_films.get(number) for number in film_numbers.tolist()]
+        self._set_features(users, films, users_are_known=bool(known_users))
+        self._set_dense(users, films)
 
     def _set_source(self, path: Path) -> None:
         """Sets `source` and `left_out`, see data/splits.py."""
@@ -104,6 +108,7 @@ class MovieLens:
             self.source = f"{path.name} but a tenth by a hash"
         else:
             self.source = f"a tenth of {path.name} by a hash"
+
         tests = sorted(file.name for file in path.parent.glob("u?.test"))  # ua.test is with ua.base
         self.left_out = []
         for name in (*RATING_FILES, *tests):
@@ -111,13 +116,19 @@ class MovieLens:
                 self.left_out.append(name)
 
     def _set_features(
-        self, of_users: list[User | None], of_items: list[Item | None], users_are_known: bool
+        self, users: list[User | None], films: list[Film | None], users_are_known: bool
     ) -> None:
-        """Sets the categorical features and the ids of users and films."""
-        user, *attributes = _user_features(of_users, users_are_known)
-        item = Feature("item", len(of_items) + 1, _numbers(len(of_items)))
-        genres = _genres(of_items)
-        features = [user, item, *attributes]
+        """Sets the names and sizes of the categorical features, and the ids of users and films.
+
+        `batch` has the columns of "ids" in the same order: user, item, what is known of the user,
+        genres.
+        """
+        user = Feature("user", len(users) + 1, _ids_from_1(len(users)))
+        film = Feature("item", len(films) + 1, _ids_from_1(len(films)))
+        attributes = _user_attributes(users) if users_are_known else []
+        genres = _genres(films)
+
+        features = [user, film, *attributes]
         if genres is not None:
             features.append(genres)
         self.features = tuple(feature.name for feature in features)
@@ -126,19 +137,19 @@ class MovieLens:
 
         # [users, columns]: the user, age, gender and occupation.
         columns = [feature.ids for feature in (user, *attributes)]
-        self._user_ids = np.concatenate(columns, axis=1)
+        self._user_columns = np.concatenate(columns, axis=1)
         self._genres = None if genres is None else genres.ids  # [films, most genres]
 
-    def _set_dense(self, of_users: list[User | None], of_items: list[Item | None]) -> None:
+    def _set_dense(self, users: list[User | None], films: list[Film | None]) -> None:
         """Sets the dense features, float32 [users] and [films]; None for one that is unknown."""
-        ages = np.zeros(len(of_users), np.float32)
-        for number, user in enumerate(of_users):
+        ages = np.zeros(len(users), np.float32)
+        for index, user in enumerate(users):
             if user is not None:
-                ages[number] = (user.age - 35) / 15
-        years = np.zeros(len(of_items), np.float32)
-        for number, item in enumerate(of_items):
-            if item is not None and item.year is not None:
-                years[number] = (item.year - 1985) / 15
+                ages[index] = (user.age - 35) / 15
+        years = np.zeros(len(films), np.float32)
+        for index, film in enumerate(films):
+            if film is not None and film.year is not None:
+                years[index] = (film.year - 1985) / 15
 
         self._age = ages if ages.any() else None
         self._year = years if years.any() else None
@@ -154,19 +165,20 @@ class MovieLens:
         See data/criteo.py for their shapes.
         """
         user = self._user[indices]
-        item = self._item[indices]
+        film = self._film[indices]
         dense = []
         if self._year is not None:
-            dense.append(self._year[item])
+            dense.append(self._year[film])
         if self._age is not None:
             dense.append(self._age[user])
         if not dense:
             dense.append(np.zeros(len(user), np.float32))
 
-        of_user = self._user_ids[user]
-        ids = [of_user[:, :1], item[:, None] + 1, of_user[:, 1:]]
+        # In the order of `features`.
+        user_columns = self._user_columns[user]
+        ids = [user_columns[:, :1], film[:, None] + 1, user_columns[:, 1:]]
         if self._genres is not None:
-            ids.append(self._genres[item])
+            ids.append(self._genres[film])
         batch = {
             "dense": np.stack(dense, axis=1),
             "ids": np.concatenate(ids, axis=1, dtype=np.int32),
@@ -180,9 +192,13 @@ class MovieLens:
         return batch
 
 
-def _in_evaluation(user: np.ndarray, item: np.ndarray) -> np.ndarray:
-    """Picks a tenth of the pairs by SplitMix64's finaliser, whatever else a file holds."""
-    x = user.astype(np.uint64) << np.uint64(32) ^ item.astype(np.uint64)
+def _in_evaluation(users: np.ndarray, films: np.ndarray) -> np.ndarray:
+    """Returns which pairs are in the tenth for evaluation, bool [n].
+
+    SplitMix64's finaliser of the two numbers decides, so a pair is always on the same side,
+    whatever else a file holds.
+    """
+    x = (users.astype(np.uint64) << np.uint64(32)) ^ films.astype(np.uint64)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return (x ^ (x >> np.uint64(31))) % np.uint64(10) == 0
@@ -191,42 +207,43 @@ def _in_evaluation(user: np.ndarray, item: np.ndarray) -> np.ndarray:
 # Features
 
 
-def _numbers(count: int) -> np.ndarray:
-    """Returns the ids of users or of films, int32 [count, 1]: they are numbered from 1 on."""
+def _ids_from_1(count: int) -> np.ndarray:
+    """Returns the ids of users or of films in their order, int32 [count, 1]: 1, 2, …"""
     return np.arange(1, count + 1, dtype=np.int32)[:, None]
 
 
-def _user_features(of_users: list[User | None], are_known: bool) -> list[Feature]:
-    """Returns the user, and age group, gender and occupation if anything is known of users."""
-    features = [Feature("user", len(of_users) + 1, _numbers(len(of_users)))]
-    if not are_known:
-        return features
+def _user_attributes(users: list[User | None]) -> list[Feature]:
+    """Returns the users' age group, gender and occupation."""
+    ages = np.zeros((len(users), 1), np.int32)
+    genders = []
+    occupations = []
+    for index, user in enumerate(users):
+        if user is None:
+            genders.append(())
+            occupations.append(())
+            continue
+        ages[index] = 1 + np.searchsorted(AGES, user.age, side="right")
+        genders.append((user.gender,))
+        occupations.append((user.occupation,))
 
-    ages = np.zeros((len(of_users), 1), np.int32)
-    for row, user in zip(ages, of_users, strict=True):
-        if user is not None:
-            row[0] = 1 + np.searchsorted(AGES, user.age, side="right")
-    features.append(Feature("age", len(AGES) + 2, ages))
-
-    genders = [() if user is None else (user.gender,) for user in of_users]
-    features.append(_bags("gender", genders))
-    occupations = [() if user is None else (user.occupation,) for user in of_users]
-    features.append(_bags("occupation", occupations))
-    return features
+    # Below the first of AGES is an age group, too; and 0 is unknown.
+    age = Feature("age", len(AGES) + 2, ages)
+    return [age, _bags("gender", genders), _bags("occupation", occupations)]
 
 
-def _genres(of_items: list[Item | None]) -> Feature | None:
+def _genres(films: list[Film | None]) -> Feature | None:
     """Returns the genres of all films, or None if there are none."""
-    genres = [() if item is None else item.genres for item in of_items]
+    genres = [() if film is None else film.genres for film in films]
     return _bags("genres", genres) if any(genres) else None
 
 
 def _bags(name: str, bags: Sequence[Sequence[str]]) -> Feature:
-    """Returns a feature of words: the ids of each bag, which count its words from 1 on by name."""
+    """Returns a feature whose values are bags of words; words get ids from 1 on, in their order."""
     words = set()
     for bag in bags:
         words.update(bag)
     ids = {word: number for number, word in enumerate(sorted(words), start=1)}
+
     most = max(1, max(len(bag) for bag in bags))
     columns = np.zeros((len(bags), most), np.int32)
     for row, bag in zip(columns, bags, strict=True):
@@ -241,15 +258,15 @@ def _read(
     path: Path,
     separator: str,
     parse: Callable,
-    bad_rows: float,
+    max_bad_share: float,
     encoding: str = "utf-8",
     columns: Sequence[str] = (),
 ) -> list:
-    """Returns what `parse(*fields)` returns for each line, but the malformed ones.
+    """Returns what `parse(*fields)` returns for each line that is not malformed.
 
     Args:
         parse: raises ValueError with the reason for a malformed line.
-        bad_rows: share of malformed lines that may be left out.
+        max_bad_share: share of malformed lines that may be left out.
         columns: names in the file's first line, in the order in which `parse` takes them; none:
             there is no such line.
     """
@@ -263,27 +280,26 @@ def _read(
             header = _Header(path, file.readline(), separator, columns)
         for number, line in enumerate(file, start=2 if columns else 1):
             lines += 1
+            reason = None
             try:
                 fields = _split(line.decode(encoding).rstrip("\r\n"), separator)
                 if header is not None:
                     fields = header.chosen(fields)
                 results.append(parse(*fields))
-                continue
             except UnicodeDecodeError:
                 reason = "it is not UTF-8"
-            except TypeError:
-                reason = "it has too few columns"
             except (ValueError, csv.Error) as error:
                 reason = str(error)
-            bad += 1
-            first_bad = first_bad or f"{path} line {number}: {reason}"
+            if reason is not None:
+                bad += 1
+                first_bad = first_bad or f"{path} line {number}: {reason}"
 
     if not lines:
         raise InputError(f"{path} is empty; expected lines of columns separated by {separator!r}")
-    if bad > bad_rows * lines:
+    if bad > max_bad_share * lines:
         raise InputError(
             f"{bad} of {lines} lines of {path.name} are malformed, more than the share of "
-            f"{bad_rows} that is left out in good faith; fix them. The first is {first_bad}"
+            f"{max_bad_share} that is left out in good faith; fix them. The first is {first_bad}"
         )
     if bad:
         what = f"{bad} malformed lines of {lines} were left out, the first: {first_bad}"
@@ -308,16 +324,16 @@ class _Header:
             expected = "expected lines that end with \\n, and not with \\r alone"
             raise InputError(f"{what}; {expected}") from error
 
-        plain = [_plain(name) for name in self._names]
+        keys = [_column_key(name) for name in self._names]
         for name in columns:
-            count = plain.count(_plain(name))
+            count = keys.count(_column_key(name))
             if count != 1:
                 found = ", ".join(self._names)[:100] or "nothing"
                 what = f"{path} line 1 is {found!r}, which names the column {name} {count} times"
                 header = f"expected a header with {', '.join(columns)}"
                 order = "once each, in any order, separated by commas"
                 raise InputError(f"{what}; {header}, {order}")
-        self._positions = [plain.index(_plain(name)) for name in columns]
+        self._positions = [keys.index(_column_key(name)) for name in columns]
 
     def chosen(self, fields: list[str]) -> list[str]:
         """Returns a line's fields of the needed columns; raises ValueError for a malformed line."""
@@ -327,8 +343,8 @@ class _Header:
         return [fields[position] for position in self._positions]
 
 
-def _plain(name: str) -> str:
-    """Returns a column's name without case and signs: userId and user_id are the same."""
+def _column_key(name: str) -> str:
+    """Returns a column's name in small letters and without signs: userId and user_id are one."""
     return "".join(letter for letter in name.lower() if letter.isalnum())
 
 
@@ -348,97 +364,108 @@ def rating_file(folder: str | Path) -> Path:
     raise InputError(f"{folder} has no ratings; expected {' or '.join(RATING_FILES)}")
 
 
-def read_ratings(path: Path, bad_rows: float) -> np.ndarray:
+def read_ratings(path: Path, max_bad_share: float) -> np.ndarray:
     """Reads user, film, stars and time in seconds, float64 [N, 4], which holds all exactly."""
     if path.suffix == ".csv":
-        rows = _read(path, ",", _rating, bad_rows, columns=RATING_COLUMNS)
+        rows = _read(path, ",", _rating, max_bad_share, columns=RATING_COLUMNS)
     elif path.suffix == ".dat":
-        rows = _read(path, "::", _rating, bad_rows)
+        rows = _read(path, "::", _rating, max_bad_share)
     else:
-        rows = _read(path, "\t", _rating, bad_rows)
+        rows = _read(path, "\t", _rating, max_bad_share)
     return np.array(rows, np.float64).reshape(-1, 4)
 
 
 def _rating(*fields: str) -> tuple[int, int, float, int]:
+    """Parses a line of any of the files of ratings."""
     if len(fields) != 4:
         raise ValueError(f"it has {len(fields)} columns instead of 4: user, film, rating, time")
-    user = _number(fields[0], "user")
-    item = _number(fields[1], "film")
+    user = _parse_number(fields[0], "user")
+    film = _parse_number(fields[1], "film")
     stars = fields[2]
     if not re.fullmatch(r"[0-5](\.\d+)?", stars) or float(stars) > 5:
         raise ValueError(f"its rating is {stars[:20]!r}, expected 0 to 5 stars")
-    return user, item, float(stars), _number(fields[3], "time", digits=10)
+    time = _parse_number(fields[3], "time", digits=10)
+    return user, film, float(stars), time
 
 
-def _number(text: str, what: str, digits: int = 9) -> int:
-    """Returns a whole number; raises ValueError where the text is none of so many digits."""
+def _parse_number(text: str, what: str, digits: int = 9) -> int:
+    """Returns a whole number; raises ValueError where the text is none, or has more digits."""
     if not re.fullmatch(rf"[0-9]{{1,{digits}}}", text):
         expected = f"expected a whole number of up to {digits} digits"
         raise ValueError(f"its {what} is {text[:20]!r}, {expected}")
     return int(text)
 
 
-def _read_items(folder: Path, bad_rows: float) -> dict[int, Item]:
+def _read_films(folder: Path, max_bad_share: float) -> dict[int, Film]:
     """Reads the films by their numbers; none if there is no file of them."""
     path = folder / "u.item"
     if path.is_file():
-        return dict(_read(path, "|", _item_100k, bad_rows, "latin-1"))
+        return dict(_read(path, "|", _film_100k, max_bad_share, "latin-1"))
     path = folder / "movies.dat"
     if path.is_file():
-        return dict(_read(path, "::", _item, bad_rows, "latin-1"))
+        return dict(_read(path, "::", _film, max_bad_share, "latin-1"))
     path = folder / "movies.csv"
     if path.is_file():
-        return dict(_read(path, ",", _item, bad_rows, columns=ITEM_COLUMNS))
+        return dict(_read(path, ",", _film, max_bad_share, columns=FILM_COLUMNS))
     return {}
 
 
-def _item_100k(number: str, title: str, date: str, *rest: str) -> tuple[int, Item]:
-    flags = rest[2:]  # after the video date and the address
+def _film_100k(*fields: str) -> tuple[int, Film]:
+    """Parses a line of u.item: number, title, date, video date, address, and a flag per genre."""
+    if len(fields) < 3:
+        raise ValueError("it has too few columns")
+    number, title, date = fields[:3]
+    flags = fields[5:]
     if not flags or not set(flags) <= {"0", "1"}:
         raise ValueError("its genres are not a row of 0 and 1")
+
     match = re.search(r"(\d{4})$", date) or YEAR.search(title)
     year = int(match[1]) if match else None
     genres = []
     for column, flag in enumerate(flags):
         if flag == "1":
             genres.append(f"genre {column:02d}")
-    return _number(number, "film"), Item(year, tuple(genres))
+    return _parse_number(number, "film"), Film(year, tuple(genres))
 
 
-def _item(*fields: str) -> tuple[int, Item]:
+def _film(*fields: str) -> tuple[int, Film]:
+    """Parses a line of movies.dat or movies.csv."""
     if len(fields) != 3:
         raise ValueError(f"it has {len(fields)} columns instead of 3: film, title, genres")
     number, title, words = fields
     match = YEAR.search(title)
     year = int(match[1]) if match else None
+
     genres = ()
     if words != "(no genres listed)":
         genres = tuple(dict.fromkeys(filter(None, words.split("|"))))  # each once
-    return _number(number, "film"), Item(year, genres)
+    return _parse_number(number, "film"), Film(year, genres)
 
 
-def _read_users(folder: Path, bad_rows: float) -> dict[int, User]:
+def _read_users(folder: Path, max_bad_share: float) -> dict[int, User]:
     """Reads the users by their numbers; none if there is no file of them."""
     path = folder / "u.user"
     if path.is_file():
-        return dict(_read(path, "|", _user_100k, bad_rows, "latin-1"))
+        return dict(_read(path, "|", _user_100k, max_bad_share, "latin-1"))
     path = folder / "users.dat"
     if path.is_file():
-        return dict(_read(path, "::", _user_1m, bad_rows, "latin-1"))
+        return dict(_read(path, "::", _user_1m, max_bad_share, "latin-1"))
     return {}
 
 
 def _user_100k(*fields: str) -> tuple[int, User]:
+    """Parses a line of u.user."""
     if len(fields) != 5:
         columns = "user, age, gender, occupation, zip code"
         raise ValueError(f"it has {len(fields)} columns instead of 5: {columns}")
     number, age, gender, occupation, _ = fields
-    return _number(number, "user"), User(_number(age, "age"), gender, occupation)
+    return _parse_number(number, "user"), User(_parse_number(age, "age"), gender, occupation)
 
 
 def _user_1m(*fields: str) -> tuple[int, User]:
+    """Parses a line of users.dat."""
     if len(fields) != 5:
         columns = "user, gender, age, occupation, zip code"
         raise ValueError(f"it has {len(fields)} columns instead of 5: {columns}")
     number, gender, age, occupation, _ = fields
-    return _number(number, "user"), User(_number(age, "age"), gender, occupation)
+    return _parse_number(number, "user"), User(_parse_number(age, "age"), gender, occupation)

@@ -1,6 +1,6 @@
 """Rows of text with tokens to predict: masked (BERT, RoBERTa, DistilBERT) or permuted (XLNet).
 
-Rows come from data/text.py; every epoch masks them anew, since the generator that the loader gives
+Rows come from data/text.py. Every epoch masks them anew, since the loader's random generator
 depends on the epoch (dynamic masking: Liu et al. 2019, "RoBERTa", section 4.1,
 https://arxiv.org/abs/1907.11692). Every array has a fixed shape: T = text.length positions per row,
 P = `predictions` slots for predicted tokens, so that the language-model head runs on P positions
@@ -22,18 +22,18 @@ from errors import InputError
 MASKED = 0.15  # share of a row's tokens that is predicted
 MASK = 0.8  # share of the predicted tokens that becomes the mask token
 KEEP = 0.1  # share that stays; the rest becomes a random token
-UNRELATED = 0.5  # share of the pairs whose second segment is from elsewhere; task 2
+UNRELATED = 0.5  # share of the pairs whose second segment is from elsewhere: "task #2" there
 
 # Yang et al. 2019, section 3.1, and for PARTIAL also 2.3.
 PARTIAL = 6  # one of K = 6 tokens is predicted
 LONGEST_SPAN = 5  # tokens
 
 # Our own search for a second segment from elsewhere.
-TOLERANCE = 0.1  # it may be longer or shorter by this share than the one that it replaces, …
-TRIES = 10  # … or else up to so many rows are searched for a better one
+TOLERANCE = 0.1  # it may be longer or shorter by this share than the one that it replaces
+TRIES = 10  # rows that are searched for one within the tolerance; then the best of them is taken
 
 
-class Rows(Protocol):
+class TextRows(Protocol):
     """The rows that data/text.py offers.
 
     Attributes:
@@ -82,7 +82,7 @@ class MaskedText:
         next_sentence   int32 [], 0 if B follows A and 1 if it is from elsewhere; only if asked for
 
     Args:
-        text: see `Rows`; for `next_sentence` its rows must be `pairs`.
+        text: see `TextRows`; for `next_sentence` its rows must be `pairs`.
         predictions: P, at most T.
         whole_words: all pieces of a word are predicted, or none (the BERT authors' "whole word
             masking" of 2019). A word that is longer than what is left of the 15 % is skipped, so a
@@ -94,7 +94,7 @@ class MaskedText:
             do not fit.
     """
 
-    def __init__(self, text: Rows, predictions: int, whole_words: bool, next_sentence: bool):
+    def __init__(self, text: TextRows, predictions: int, whole_words: bool, next_sentence: bool):
         _check(text, predictions, side="right")
         if next_sentence:
             _check_pairs(text, "next-sentence prediction")
@@ -116,7 +116,10 @@ class MaskedText:
 
     def example(self, index: int, rng: np.random.Generator) -> dict[str, np.ndarray]:
         """Returns a row, masked; see the class."""
-        row = self._pair(index, rng) if self.next_sentence else self._single(index)
+        if self.next_sentence:
+            row = self._pair(index, rng)
+        else:
+            row = self._single(index)
         ids = row.ids
         attention = np.zeros(self.length, np.int32)
         attention[: row.end] = 1
@@ -162,7 +165,10 @@ class MaskedText:
         return _Row(ids, types, end, unrelated)
 
     def _masked(self, tokens: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-        """Draws what the input has for tokens to predict: the mask, the token, or a random one."""
+        """Draws the input's tokens at the positions to predict.
+
+        Each is the mask, the token itself, or a random one.
+        """
         fate = rng.random(len(tokens))
         drawn = rng.integers(len(self._replacements), size=len(tokens))
         kept_or_random = np.where(fate < MASK + KEEP, tokens, self._replacements[drawn])
@@ -176,8 +182,8 @@ class MaskedText:
         if self._continues is None:
             return np.sort(rng.permutation(candidates)[:count])
 
-        # A piece whose predecessor is not predictable begins a word as well: a row may be cut
-        # within a word.
+        # A piece after a special or unknown token begins a word as well: a row may be cut within a
+        # word.
         begins_word = ordinary.copy()
         begins_word[1:] &= ~(self._continues[ids[1:]] & ordinary[:-1])
         return candidates[_choose_words(begins_word[candidates], count, rng)]
@@ -188,15 +194,15 @@ def _choose_words(begins_word: np.ndarray, count: int, rng: np.random.Generator)
 
     Args:
         begins_word: bool [n], which pieces begin a word.
-    Returns: the numbers of their pieces, int64, increasing.
+    Returns: the numbers of the drawn words' pieces, int64, increasing.
     """
-    begins = np.flatnonzero(begins_word)
-    sizes = np.diff(begins, append=len(begins_word)).tolist()
-    begins = begins.tolist()
+    starts = np.flatnonzero(begins_word)
+    sizes = np.diff(starts, append=len(begins_word)).tolist()
+    starts = starts.tolist()
     chosen: list[int] = []
-    for word in rng.permutation(len(begins)).tolist():
+    for word in rng.permutation(len(starts)).tolist():
         if len(chosen) + sizes[word] <= count:
-            chosen.extend(range(begins[word], begins[word] + sizes[word]))
+            chosen.extend(range(starts[word], starts[word] + sizes[word]))
             if len(chosen) == count:
                 break
     chosen.sort()
@@ -228,14 +234,14 @@ class PermutedText:
         weights          float32 [P], 1 for a prediction and 0 for a filler
 
     Args:
-        text: see `Rows`; its rows must be `pairs`.
+        text: see `TextRows`; its rows must be `pairs`.
         predictions: P, at most T; the authors have 85 of 512.
     Raises:
         InputError: a tokenizer without mask token, or that pads on the right; numbers or rows that
             do not fit.
     """
 
-    def __init__(self, text: Rows, predictions: int):
+    def __init__(self, text: TextRows, predictions: int):
         _check(text, predictions, side="left")
         _check_pairs(text, "XLNet")
         self.text = text
@@ -247,7 +253,7 @@ class PermutedText:
         self._sep = tokenizer.sep_token_id
         self._ordinary = _ordinary(tokenizer)
 
-        # The authors' `_is_start_piece`: a span may begin with a punctuation mark, too.
+        # As in the authors' `_is_start_piece`, a span may also begin with a punctuation mark.
         self._begins_span = ~continues_word(tokenizer)
         punctuation = [sign for sign in string.punctuation if sign not in "'<=>"]
         ids = np.array(tokenizer.convert_tokens_to_ids(punctuation))
@@ -260,26 +266,27 @@ class PermutedText:
         """Returns a row and an order of its tokens; see the class."""
         length = self.length
         first, second, _ = segments(self.text, index, rng)
-        begin = length - len(first) - len(second) - 3  # of the row, after its padding
-        start = length - len(second) - 2  # of the second segment
+        first_start = length - len(first) - len(second) - 3  # after the padding
+        second_start = length - len(second) - 2
         ids = np.full(length, self._pad, np.int32)
-        ids[begin : start - 1] = first
-        ids[start - 1] = self._sep
-        ids[start:-2] = second
+        ids[first_start : second_start - 1] = first
+        ids[second_start - 1] = self._sep
+        ids[second_start:-2] = second
         ids[-2] = self._sep
         ids[-1] = self._cls
-        attention = np.zeros(length, np.int32)
-        attention[begin:] = 1
-        types = np.full(length, 3, np.int32)
-        types[begin:start] = 0
-        types[start:-1] = 1
-        types[-1] = 2
         _check_known(ids, self._ordinary, index)
 
-        chosen = self._choose(ids[begin:], rng) + begin
-        special = [start - 1, length - 2, length - 1]
+        attention = np.zeros(length, np.int32)
+        attention[first_start:] = 1
+        types = np.full(length, 3, np.int32)
+        types[first_start:second_start] = 0
+        types[second_start:-1] = 1
+        types[-1] = 2
+
+        chosen = self._choose(ids[first_start:], rng) + first_start
+        special = [second_start - 1, length - 2, length - 1]
         order = np.full(length, length, np.int32)
-        order[begin:] = -1
+        order[first_start:] = -1
         ranked = np.append(chosen, special)
         order[ranked] = rng.permutation(length)[: len(ranked)]
         return {
@@ -305,11 +312,13 @@ class PermutedText:
     def _choose_spans(self, ids: np.ndarray, count: int, rng: np.random.Generator) -> np.ndarray:
         """Draws spans of at most `count` tokens in all, from left to right.
 
-        Each has a context of PARTIAL times its length, a random part of it before the span.
-        Returns, as bool [n], which tokens are in a span.
+        Each has a context of PARTIAL times its length: of a random part before the span, and the
+        rest after it.
+
+        Returns: which tokens are in a span, bool [n].
         """
         size = len(ids)
-        # The first position at or after each where a span may begin; `size` where none does.
+        # For each position the first one from there on where a span may begin; `size`: none.
         begins = np.where(self._begins_span[ids], np.arange(size), size)
         begins = np.minimum.accumulate(begins[::-1])[::-1].tolist()
         lengths = _SPANS[np.searchsorted(_SPANS_UPTO, rng.random(count), side="right")].tolist()
@@ -318,8 +327,8 @@ class PermutedText:
         chosen = np.zeros(size, bool)
         position = 0  # where the context of the next span begins
         left = count  # tokens that may still be chosen
-        for length, shift in zip(lengths, shifts, strict=True):
-            length = min(length, left)
+        for drawn_length, shift in zip(lengths, shifts, strict=True):
+            length = min(drawn_length, left)
             before = int(shift * length * PARTIAL)  # of the context; the rest is after the span
             if position + before >= size:
                 break
@@ -341,13 +350,13 @@ _SPANS_UPTO = np.cumsum(1 / _SPANS / (1 / _SPANS).sum())[:-1]
 
 
 def segments(
-    text: Rows, index: int, rng: np.random.Generator
+    text: TextRows, index: int, rng: np.random.Generator
 ) -> tuple[np.ndarray, np.ndarray, bool]:
     """Returns two segments of a row, and whether the second is from elsewhere.
 
     Together they have at most text.length - 3 tokens. The row is cut where one of its sentences
-    starts. In half of the cases its second segment is replaced by neighbouring sentences of other
-    rows drawn at random. They have as nearly the same length as there are, so that neither the
+    starts. In half of the cases its second segment is replaced by neighbouring sentences of a row
+    drawn at random. These have about the length of the replaced segment, so that neither the
     padding nor a cut sentence gives them away. A row of one sentence is cut in the middle, and
     always has a second segment from elsewhere (as in the BERT authors'
     create_pretraining_data.py).
@@ -368,15 +377,15 @@ def segments(
 
 
 def _from_elsewhere(
-    text: Rows, index: int, wanted: int, room: int, rng: np.random.Generator
+    text: TextRows, index: int, wanted: int, room: int, rng: np.random.Generator
 ) -> np.ndarray:
     """Returns neighbouring sentences of another row than `index`, of about `wanted` tokens.
 
-    The best of at most TRIES rows counts. Where all sentences of these have more than `room`
-    tokens, the begin of the last row is returned.
+    Of at most TRIES rows the best is taken. Where all sentences of these have more than `room`
+    tokens, the last row's first tokens are returned.
     """
     too_far = room + 1
-    nearest = too_far  # tokens more or fewer than wanted
+    nearest = too_far  # the smallest distance so far: tokens more or fewer than wanted
     for _ in range(TRIES):
         other = (index + 1 + int(rng.integers(len(text) - 1))) % len(text)
         tokens, starts = text.row(other)
@@ -445,7 +454,7 @@ def _check_known(ids: np.ndarray, ordinary: np.ndarray, index: int) -> None:
         )
 
 
-def _check(text: Rows, predictions: int, side: str) -> None:
+def _check(text: TextRows, predictions: int, side: str) -> None:
     """Raises InputError where rows cannot be used for an objective that pads on this side."""
     tokenizer = text.tokenizer
     missing = []
@@ -475,7 +484,7 @@ def _check(text: Rows, predictions: int, side: str) -> None:
         raise InputError(f"predictions is {predictions}; {expected}")
 
 
-def _check_pairs(text: Rows, what: str) -> None:
+def _check_pairs(text: TextRows, what: str) -> None:
     """Raises InputError where rows cannot be cut into two segments; `what` needs them."""
     if not text.pairs:
         remedy = "prepare the text again with --pairs"
@@ -492,7 +501,7 @@ def _check_pairs(text: Rows, what: str) -> None:
 
 
 def usual_predictions(kind: str, length: int) -> int:
-    """Returns the predicted places of a row: 16 % of its tokens, XLNet's 17 %, rounded up."""
+    """Returns a row's slots for predicted tokens: 16 % of its tokens, XLNet's 17 %, rounded up."""
     percent = 17 if kind == "xlnet" else 16
     return math.ceil(length * percent / 100)
 

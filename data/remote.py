@@ -1,11 +1,11 @@
-"""Brings data from a bucket to the local disk: from any URL of fsspec, such as gs:// or http://.
+"""Copies data from a bucket to the local disk: from any URL of fsspec, such as gs:// or http://.
 
     folder = local_copy("gs://bucket/glue", "*.tsv")
     # ~/.cache/xla-zoo-data/<hash of the URL>/<hash>/glue
 
 <hash of the URL>/files has each file under a hash of its path, size and etag, whole or not there.
-Beside it is a folder of hard links for each state of the bucket that was copied, so that what a run
-reads never changes under it. The file `url` names the URL.
+Beside it is a folder of hard links for each state of the bucket that was copied: so the files of a
+run do not change while it reads them. The file `url` names the URL.
 """
 
 import collections
@@ -23,7 +23,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import NamedTuple
 from urllib.parse import unquote
 
 import fsspec
@@ -34,12 +33,13 @@ from tqdm import tqdm
 
 from errors import InputError
 
-# Requests under way, and bytes of each: they hide each other's latency, in 256 MB of memory.
+# Requests at a time, and bytes of each: they hide each other's latency, in 256 MB of memory.
 AHEAD = 32
 BLOCK = 8 << 20
-# Seconds before a request is tried again. gs:// and others try again by themselves: here once more.
+# Seconds before each retry of a request to http. gs:// and others retry by themselves: their
+# requests are retried once here.
 PAUSES = (0.5, 1, 2, 4, 8)
-# What stores call the state of a file; the first that is there counts.
+# The names that stores have for the state of a file; the first one that is there counts.
 TAGS = (
     "etag",
     "ETag",
@@ -52,11 +52,13 @@ TAGS = (
     "created",
 )
 QUIET = (AbstractFileSystem.find, AsyncFileSystem._find)  # they leave out what they cannot list
-# Patterns: of a preparation not its parts, but that it did not end.
+# Patterns for a prepared folder: without the files of its passes, but with the one that says that
+# its upload did not end.
 FINISHED = ("!*parts/*", "*parts/unfinished")
 
 
-class Stored(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Stored:
     """A file in a store."""
 
     name: str  # in the store
@@ -79,9 +81,13 @@ def open_store(url: str) -> tuple[AbstractFileSystem, str]:
 
 
 def retried(url: str, stop: threading.Event, call: Callable, *arguments, **options):
-    """Calls a function of a store, again where the network fails, until `stop`.
+    """Returns what a function of a store returns; calls it again where the network fails.
 
-    Returns what it returns; raises its last error as InputError.
+    Args:
+        url: for messages; "http" at its beginning means more retries.
+        stop: ends the retries.
+
+    Raises InputError: the last error, or one that no retry would cure.
     """
     pauses = PAUSES if url.startswith("http") else PAUSES[:1]
     for pause in (*pauses, None):
@@ -96,8 +102,8 @@ def retried(url: str, stop: threading.Event, call: Callable, *arguments, **optio
 
 
 def _raise_if_final(url: str, error: Exception, is_last: bool) -> None:
-    """Raises InputError for the last error of a store, and for one that no attempt would cure."""
-    # fsspec's HTTP turns every error into FileNotFoundError.
+    """Raises InputError for the last error of a store, and for one that no retry would cure."""
+    # fsspec's HTTP raises FileNotFoundError from every error.
     cause = error
     if isinstance(error, FileNotFoundError) and error.__cause__:
         cause = error.__cause__
@@ -170,14 +176,14 @@ def _list(url: str, fs: AbstractFileSystem, root: str) -> dict[str, dict]:
         if name != root and (is_folder or is_sorting):
             del found[name]
 
-    # HTTP lists names alone.
-    def about(name: str) -> dict:
+    # HTTP lists names without sizes.
+    def ask(name: str) -> dict:
         return retried(fs.unstrip_protocol(name), stop, fs.info, name)
 
-    bare = [name for name, listed in found.items() if listed.get("size") is None]
+    without_size = [name for name, listed in found.items() if listed.get("size") is None]
     with ThreadPoolExecutor(AHEAD) as pool:
-        for name, known in zip(bare, pool.map(about, bare), strict=True):
-            found[name] = known
+        for name, about in zip(without_size, pool.map(ask, without_size), strict=True):
+            found[name] = about
     return found
 
 
@@ -204,7 +210,7 @@ def _tag(about: dict) -> str:
 
 
 def _raise_nothing(url: str, patterns: tuple[str, ...], listed: list[str]) -> None:
-    """Raises InputError for a URL without a file that is needed, where these are."""
+    """Raises InputError for a URL without a file that is needed; `listed` are the files it has."""
     expected = []
     for pattern in patterns:
         if pattern[0] != "!" and pattern not in FINISHED:
@@ -220,7 +226,7 @@ def _raise_nothing(url: str, patterns: tuple[str, ...], listed: list[str]) -> No
 
 
 def cache_folder(url: str) -> Path:
-    """Returns the local folder for what belongs to a URL; it may not be there yet."""
+    """Returns the local folder for the files of a URL; it may not exist yet."""
     base = os.environ.get("DATA_CACHE_DIR")
     if not base:
         caches = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
@@ -232,8 +238,11 @@ def cache_folder(url: str) -> Path:
 def local_copy(url: str, *patterns: str) -> str:
     """Returns a local path to the folder or file at a URL, and a path without "://" as it is.
 
-    Copies what is new or has changed, see `find_files` for `patterns`: in one process of this host,
-    while others wait. Resumes a killed copy.
+    Copies what is new or has changed: in one process of this host, while others wait. Resumes a
+    copy that was killed.
+
+    Args:
+        patterns: the files that are needed, see `find_files`.
 
     Raises InputError: nothing is there, no access, the network keeps failing, the disk is full.
     """
@@ -268,10 +277,10 @@ def _update(url: str, root: str, cache: Path, patterns: tuple[str, ...]) -> str:
         root: the path of the URL in its store.
     """
     files = find_files(url, *patterns)
-    blobs = {}
-    missing = {}
+    blobs = {}  # path below the URL -> file in the cache
+    missing = {}  # file that is not in the cache -> what is stored
     for path, stored in files.items():
-        blob = cache / "files" / _hash(path, *stored)
+        blob = cache / "files" / _hash(path, stored.name, stored.size, stored.tag)
         blobs[path] = blob
         if not blob.exists():
             missing[blob] = stored
@@ -297,7 +306,7 @@ def _update(url: str, root: str, cache: Path, patterns: tuple[str, ...]) -> str:
 class Range:
     """A range of a file that is copied by one request."""
 
-    blob: Path  # the file's place in the cache
+    blob: Path  # the file in the cache
     stored: Stored
     start: int  # bytes
     stop: int
@@ -309,9 +318,12 @@ class Range:
 
 
 def _copy(url: str, missing: dict[Path, Stored]) -> None:
-    """Copies files to their places in the cache, many ranges at once.
+    """Copies files into the cache, many ranges at once.
 
     The ranges are written in order: so a file's .part is its beginning, and a killed copy resumes.
+
+    Args:
+        missing: path in the cache -> the file in the store.
     """
     fs, _ = open_store(url)
     copied = {}  # bytes that a killed copy has left
@@ -352,7 +364,8 @@ def _copy_ranges(fs: AbstractFileSystem, ranges: Iterator[Range]) -> Iterator[in
                     if wanted is None:
                         break
                     name = fs.unstrip_protocol(wanted.stored.name)
-                    waiting.append((wanted, pool.submit(retried, name, stop, _fetch, fs, wanted)))
+                    future = pool.submit(retried, name, stop, _fetch, fs, wanted)
+                    waiting.append((wanted, future))
                 if not waiting:
                     return
                 fetched, future = waiting.popleft()
@@ -368,7 +381,10 @@ def _part(blob: Path) -> Path:
 
 
 def _ranges(missing: dict[Path, Stored], copied: dict[Path, int]) -> Iterator[Range]:
-    """Yields what is still to be copied of each file; an empty range where that is nothing."""
+    """Yields what is still to be copied of each file.
+
+    A file of which nothing is missing has one empty range: with it, it gets its name.
+    """
     for blob, stored in missing.items():
         end = max(stored.size, copied[blob] + 1)
         for start in range(copied[blob], end, BLOCK):

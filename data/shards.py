@@ -108,15 +108,16 @@ class Shards(Images):
                 if path.exists():
                     sizes[path.name] = path.stat().st_size
 
+        remedy = "copy it again, or prepare the folder again"
         for shard in self._shards:
             path = f"{self.folder}/{shard['name']}"
-            remedy = "copy it again, or prepare the folder again"
             if shard["name"] not in sizes:
                 raise InputError(f"{path} is missing; {remedy}")
             size = sizes[shard["name"]]
             if size is not None and size != shard["bytes"]:
-                found = f"has {size} bytes; {INDEX} says {shard['bytes']}"
-                raise InputError(f"{path} {found}; {remedy}")
+                raise InputError(
+                    f"{path} has {size} bytes; {INDEX} says {shard['bytes']}; {remedy}"
+                )
 
     def __len__(self) -> int:
         return int(self._ends[-1])
@@ -199,8 +200,10 @@ class Shards(Images):
         label = found["label"]
         name = f"{self.folder}/{self._shards[number]['name']}"
         if label not in range(len(self.classes)):
-            what = f"{name} has the label {label} in row {row}"
-            raise InputError(f"{what}; {INDEX} has {len(self.classes)} classes")
+            raise InputError(
+                f"{name} has the label {label} in row {row}; "
+                f"{INDEX} has {len(self.classes)} classes"
+            )
         return image["bytes"] or b"", label, f"row {row} of {name} ({image['path']})"
 
     def _read_row(self, number: int, row: int) -> dict:
@@ -214,8 +217,9 @@ class Shards(Images):
         except _Broken as error:
             self._open.pop(number, None)
             if self._cache is None:
-                remedy = "copy the shard again, or prepare the folder again"
-                raise InputError(f"{error}; {remedy}") from error
+                raise InputError(
+                    f"{error}; copy the shard again, or prepare the folder again"
+                ) from error
             self._cache.remove(self._shards[number])
             try:
                 return self._row(number, row)
@@ -277,11 +281,13 @@ def read_index(content: bytes, name: str) -> dict:
         index = json.loads(content)
         fits = _fits(index)
     except (ValueError, KeyError, TypeError) as error:
-        what = f"{name} is no index of shards: {error!r}"
-        raise InputError(f"{what}; write it with make data DATASET=images") from error
+        raise InputError(
+            f"{name} is no index of shards: {error!r}; write it with make data DATASET=images"
+        ) from error
     if not fits:
-        what = f"{name} is no index of shards of this version"
-        raise InputError(f"{what}; write it with make data DATASET=images")
+        raise InputError(
+            f"{name} is no index of shards of this version; write it with make data DATASET=images"
+        )
     return index
 
 
@@ -358,8 +364,9 @@ class Cache:
         except InputError as error:
             if not isinstance(error.__cause__, FileNotFoundError):
                 raise
-            hint = "from a bucket images come as shards: make data DATASET=images"
-            raise InputError(f"{error}; {hint}") from error
+            raise InputError(
+                f"{error}; from a bucket images come as shards: make data DATASET=images"
+            ) from error
 
         self.folder = self.root / hashlib.sha256(content).hexdigest()[:16]
         with self._writing(self.folder):
@@ -396,10 +403,11 @@ class Cache:
             available += path.stat().st_size
         needed = size + LEFT_FREE
         if available < needed:
-            what = f"{self.root}, the copy of {self.url}"
-            room = f"is on a disk with {available / 1e9:.1f} GB for it"
-            expected = f"expected {needed / 1e9:.1f}, of which {LEFT_FREE / 1e9:.1f} stay free"
-            raise InputError(f"{what}, {room}; {expected}; {REMEDY}")
+            raise InputError(
+                f"{self.root}, the copy of {self.url}, "
+                f"is on a disk with {available / 1e9:.1f} GB for it; "
+                f"expected {needed / 1e9:.1f}, of which {LEFT_FREE / 1e9:.1f} stay free; {REMEDY}"
+            )
 
     def fetch(self, shard: dict, ended: threading.Event | None = None) -> Path:
         """Returns the local file of a shard, after a download where it is not there.
@@ -448,8 +456,7 @@ class Cache:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise
             # No attempt makes room.
-            what = f"{partial} cannot be written: {error.strerror}"
-            raise InputError(f"{what}; {REMEDY}") from error
+            raise InputError(f"{partial} cannot be written: {error.strerror}; {REMEDY}") from error
 
         url = f"{self.url}/{shard['name']}"
         size = partial.stat().st_size
@@ -459,8 +466,9 @@ class Cache:
             found = hashlib.file_digest(file, "sha256").hexdigest()
             os.fsync(file.fileno())
         if found != shard["sha256"]:
-            expected = f"{INDEX} says {shard['sha256'][:8]}…"
-            raise _Broken(f"{url} has the SHA-256 {found[:8]}…; {expected}")
+            raise _Broken(
+                f"{url} has the SHA-256 {found[:8]}…; {INDEX} says {shard['sha256'][:8]}…"
+            )
 
     def _make_room(self, size: int) -> None:
         """Removes the copies that were not used for longest, until `size` bytes fit."""
@@ -488,5 +496,6 @@ class Cache:
         try:
             yield
         except OSError as error:
-            what = f"{path} cannot be written: {error.strerror or error}"
-            raise InputError(f"{what}; {REMEDY}") from error
+            raise InputError(
+                f"{path} cannot be written: {error.strerror or error}; {REMEDY}"
+            ) from error

@@ -136,8 +136,10 @@ def named(names: Iterable[str], split: str, where: str) -> str | None:
         found = [name for name in names if split_of(name) == split]
 
     if len(found) > 1:
-        what = f"{where} has {shown(found)}, which all say the {split} split"
-        raise InputError(f"{what}; keep one, or rename the others")
+        raise InputError(
+            f"{where} has {shown(found)}, which all say the {split} split; "
+            "keep one, or rename the others"
+        )
     return found[0] if found else None
 
 
@@ -228,8 +230,10 @@ def below(folder: Path, *patterns: str) -> list[Path]:
             if not any(fnmatchcase(path.name.lower(), pattern) for pattern in patterns):
                 continue
             if path.is_symlink() and not path.exists():
-                what = f"{path} is a link to {os.readlink(path)}, which is not there"
-                raise InputError(f"{what}; mend or remove it")
+                raise InputError(
+                    f"{path} is a link to {os.readlink(path)}, which is not there; "
+                    "mend or remove it"
+                )
             if path.is_file():
                 found.append(path)
     return sorted(found)
@@ -250,9 +254,10 @@ def _adds_files(path: Path, folder: Path) -> bool:
 
     split = split_of(path.name)
     if split is not None:
-        what = f"{path} says the {split} split and is a link to {target}"
-        why = "whose files are read there, too"
-        raise InputError(f"{what}, {why}; move the folder to the link's place")
+        raise InputError(
+            f"{path} says the {split} split and is a link to {target}, "
+            "whose files are read there, too; move the folder to the link's place"
+        )
     return False
 
 

@@ -224,8 +224,10 @@ class Text:
             try:
                 arrays.append(np.load(self._path(name), mmap_mode="r"))
             except (OSError, ValueError, EOFError) as error:
-                what = f"{self._path(name)} cannot be read: {error}"
-                raise InputError(f"{what}; delete the folder and prepare it again") from error
+                raise InputError(
+                    f"{self._path(name)} cannot be read: {error}; "
+                    "delete the folder and prepare it again"
+                ) from error
         return Packed(*arrays)
 
     @cached_property
@@ -235,8 +237,10 @@ class Text:
             tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
         except Exception as error:  # transformers and tokenizers raise all sorts
             reason = str(error).partition("\n")[0]
-            what = f"{path} has no tokenizer that transformers can read: {reason}"
-            raise InputError(f"{what}; delete the folder and prepare it again") from error
+            raise InputError(
+                f"{path} has no tokenizer that transformers can read: {reason}; "
+                "delete the folder and prepare it again"
+            ) from error
         if len(tokenizer) != self._vocabulary:
             raise InputError(
                 f"{path} has {len(tokenizer)} tokens, and the text was prepared with "
@@ -461,10 +465,11 @@ def open_text(data: str | Path, split: Split) -> Text:
     folder = Path(
         local_copy(str(data), "*report.json", "*.npy", "*tokenizer/*", *FINISHED)
     ).expanduser()
-    made = f"expected a folder made by `{PREPARE}…`"
+    expected = f"expected a folder made by `{PREPARE}…`"
     if not folder.is_dir():
-        what = f"{data} is a file" if folder.exists() else f"there is no folder {data}"
-        raise InputError(f"{what}; {made}")
+        if folder.exists():
+            raise InputError(f"{data} is a file; {expected}")
+        raise InputError(f"there is no folder {data}; {expected}")
     for candidate in (folder, folder / "prepared"):
         if (candidate / "report.json").exists():
             return Text(candidate, split)
@@ -473,4 +478,4 @@ def open_text(data: str | Path, split: Split) -> Text:
                 f"{candidate} is not prepared to its end; give the same `make data` command again"
             )
     found = ", ".join(sorted(path.name for path in folder.iterdir())[:10]) or "nothing"
-    raise InputError(f"{data} has no report.json, found {found}; {made}")
+    raise InputError(f"{data} has no report.json, found {found}; {expected}")

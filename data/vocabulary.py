@@ -1,12 +1,13 @@
-"""Vocabularies of encoders, learnt from text: tokenizers as transformers has them for BERT,
-DistilBERT, RoBERTa, XLNet.
+"""Learns the vocabularies of encoders from text.
+
+The result is transformers' tokenizer of a BERT, DistilBERT, RoBERTa or XLNet:
 
     tokenizer = learn(lines, "bert", 30_522)
     tokenizer.save_pretrained(folder)
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)  # the same, without a network
 
-What is learnt are the pieces; the rest (how text is normalised and split, special tokens and where
-they stand, the side of padding) is that of the model's published vocabulary:
+Only the pieces are learnt. The rest is that of the model's published vocabulary: how text is
+normalised and split, the special tokens and where they stand, the side of padding.
 
     bert        WordPiece of lower case, without accents; [PAD] 0 [UNK] 1 [CLS] 2 [SEP] 3 [MASK] 4
     distilbert  the same
@@ -36,16 +37,16 @@ __all__ = ["KINDS", "continues_word", "learn"]
 
 KINDS = ("bert", "distilbert", "roberta", "xlnet")
 VARYING = ("xlnet",)  # the same lines may give another vocabulary in the next run, see `learn`
-LONGEST = (
-    512  # tokens of a text: positions of the published models, and what XLNet was pretrained with
-)
+# Tokens of a text: positions of the published models, and what XLNet was pretrained with.
+LONGEST = 512
 MOST_CHARACTERS = 1000  # of the alphabet, as in BertWordPieceTokenizer of tokenizers
 BATCH = 1000  # lines given to the trainer at once
-LONGEST_WORD = 1000  # characters of a word that is learnt from, as in clean-corpus-n.perl of Moses
+
+# Characters of a word that is learnt from, as in clean-corpus-n.perl of Moses.
+LONGEST_WORD = 1000
 LONG_WORD = re.compile(rf"\w{{{LONGEST_WORD + 1},}}|[^\w\s]{{{LONGEST_WORD + 1},}}")
-IDEOGRAPHS = (
-    r"\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0002fa1f"  # each is a word to BERT
-)
+# Each ideograph is a word to BERT, however many stand side by side.
+IDEOGRAPHS = r"\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0002fa1f"
 LONG_WORD_BERT = re.compile(LONG_WORD.pattern.replace(r"\w{", rf"[^\W{IDEOGRAPHS}]{{"))
 LONGEST_WORDPIECES = 100  # characters of a word that WordPiece divides; a longer one is [UNK]
 
@@ -57,17 +58,18 @@ SMALLEST = {"bert": 64, "distilbert": 64, "roberta": len(ROBERTA_SPECIALS) + 1 +
 
 
 def learn(lines: Iterable[str], kind: str, size: int) -> PreTrainedTokenizerBase:
-    """Learns a tokenizer for these lines of text. Uses all cores; memory grows with the number of
-    different words.
+    """Learns a tokenizer from lines of text.
+
+    Uses all cores; memory grows with the number of different words.
 
     Words of more than LONGEST_WORD characters (base64, ruled lines) are not learnt from; how many
-    is printed. Nor are those that WordPiece takes for [UNK].
+    there are is printed. Nor is WordPiece learnt from words that it would encode as [UNK].
 
     The same lines give the same vocabulary, but for XLNet: the Unigram trainer adds numbers up in
     an order that changes from run to run, so that pieces of almost equal scores may change places.
 
     Args:
-        lines: text, read once; the order counts for nothing.
+        lines: text, read once; their order has no effect.
         kind: one of KINDS.
         size: tokens of the vocabulary, special tokens included. It becomes smaller where the text
             has too few words.
@@ -78,47 +80,50 @@ def learn(lines: Iterable[str], kind: str, size: int) -> PreTrainedTokenizerBase
     if kind not in KINDS:
         raise InputError(f"kind is {kind}; expected one of {', '.join(KINDS)}")
     if size < SMALLEST[kind]:
-        raise InputError(
-            f"the vocabulary size is {size}; expected {SMALLEST[kind]} or more for {kind}"
-        )
-    lines = short = _ShortWords(
-        lines, LONG_WORD_BERT if kind in ("bert", "distilbert") else LONG_WORD
-    )
-    first = next((line for line in lines if line.strip()), None)
+        expected = f"expected {SMALLEST[kind]} or more for {kind}"
+        raise InputError(f"the vocabulary size is {size}; {expected}")
+
+    long_word = LONG_WORD_BERT if kind in ("bert", "distilbert") else LONG_WORD
+    short_words = _ShortWords(lines, long_word)
+    first = next((line for line in short_words if line.strip()), None)
     if first is None:
         raise InputError("there is no text to learn a vocabulary from; expected lines with words")
-    tokenizer = _learn(_batches(itertools.chain([first], lines)), kind, size)
-    if short.left_out:
-        what = f"{short.left_out:,} words of more than {LONGEST_WORD:,} characters"
+
+    batches = _batches(itertools.chain([first], short_words))
+    tokenizer = _learn(batches, kind, size)
+    if short_words.left_out:
+        what = f"{short_words.left_out:,} words of more than {LONGEST_WORD:,} characters"
         print(f"{what} are not learnt from", flush=True)
     return tokenizer
 
 
 def _learn(batches: Iterator[list[str]], kind: str, size: int) -> PreTrainedTokenizerBase:
+    """Learns a tokenizer from batches of lines, see `learn`."""
     if kind == "roberta":
         vocabulary, merges = _learn_bytes(batches, size)
-        mask = AddedToken(
-            "<mask>", lstrip=True, special=True
-        )  # as published: the mask takes the space before it
+        # As in the published vocabulary: the mask takes the space before it.
+        mask = AddedToken("<mask>", lstrip=True, special=True)
         return RobertaTokenizer(
             vocab=vocabulary, merges=merges, mask_token=mask, model_max_length=LONGEST
         )
+
     if kind == "xlnet":
-        return XLNetTokenizer(vocab=_learn_unigrams(batches, size), model_max_length=LONGEST)
-    pieces = {piece: number for number, piece in enumerate(_learn_wordpieces(batches, size))}
-    return (BertTokenizer if kind == "bert" else DistilBertTokenizer)(
-        vocab=pieces, model_max_length=LONGEST
-    )
+        scores = _learn_unigrams(batches, size)
+        return XLNetTokenizer(vocab=scores, model_max_length=LONGEST)
+
+    pieces = _learn_wordpieces(batches, size)
+    ids = {piece: number for number, piece in enumerate(pieces)}
+    tokenizer_class = BertTokenizer if kind == "bert" else DistilBertTokenizer
+    return tokenizer_class(vocab=ids, model_max_length=LONGEST)
 
 
 def continues_word(tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
-    """Returns, as bool [vocabulary], which tokens continue the word of the token before; special
-    ones never do.
+    """Returns which tokens continue the word of the token before, bool [vocabulary].
 
-    WordPiece's have its prefix ("##"); byte-level encoding's have no "Ġ" in front, and
-    sentencepiece's no "▁". (So punctuation after a word belongs to the word in these two, and the
-    first word of a text, which has no space in front, is no beginning in byte-level encoding: who
-    has several texts in a row knows where each begins.)
+    Special tokens never do. WordPiece's tokens that do have its prefix ("##"). Those of byte-level
+    encoding have no "Ġ" in front, and those of sentencepiece no "▁": to these two, punctuation
+    after a word belongs to the word. The first word of a text, which has no space in front, is no
+    beginning in byte-level encoding: a caller with several texts in a row knows where each begins.
 
     Raises InputError: a tokenizer of another sort.
     """
@@ -128,24 +133,31 @@ def continues_word(tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
     if prefix:
         continues = np.array([token.startswith(prefix) for token in tokens])
     else:
-        sign = next(
-            (sign for sign in "Ġ▁" if any(token.startswith(sign) for token in tokens)), None
-        )
+        sign = _sign_of_beginning(tokens)
         if sign is None:
             what = f"{type(tokenizer).__name__} marks neither beginnings nor continuations of words"
-            raise InputError(
-                f"{what}; expected WordPiece (##), byte-level (Ġ) or sentencepiece (▁) tokens"
-            )
+            expected = "expected WordPiece (##), byte-level (Ġ) or sentencepiece (▁) tokens"
+            raise InputError(f"{what}; {expected}")
         continues = np.array([not token.startswith(sign) for token in tokens])
     continues[tokenizer.all_special_ids] = False
     return continues
+
+
+def _sign_of_beginning(tokens: list[str]) -> str | None:
+    """Returns the sign in front of tokens that begin a word; None where no token has one."""
+    for sign in "Ġ▁":
+        if any(token.startswith(sign) for token in tokens):
+            return sign
+    return None
 
 
 class _ShortWords:
     """Iterates over lines without their long words, and counts these in `left_out`."""
 
     def __init__(self, lines: Iterable[str], long_word: re.Pattern):
-        self._lines, self._long_word, self.left_out = iter(lines), long_word, 0
+        self._lines = iter(lines)
+        self._long_word = long_word
+        self.left_out = 0
 
     def __iter__(self) -> "_ShortWords":
         return self
@@ -159,12 +171,13 @@ class _ShortWords:
 
 
 def _batches(lines: Iterator[str]) -> Iterator[list[str]]:
+    """Yields lists of BATCH lines, the last one of fewer."""
     while batch := list(itertools.islice(lines, BATCH)):
         yield batch
 
 
 def _learn_wordpieces(batches: Iterator[list[str]], size: int) -> list[str]:
-    """Pieces in the order of their ids.
+    """Returns the pieces in the order of their ids.
 
     The WordPiece trainer of tokenizers gives another vocabulary in every run: it numbers the
     characters within words as a hash map returns them, and the numbers decide between pairs of
@@ -177,26 +190,35 @@ def _learn_wordpieces(batches: Iterator[list[str]], size: int) -> list[str]:
     sign = pre_tokenizers.Metaspace(prepend_scheme="always", split=False)
     unknown = pre_tokenizers.Split(Regex(rf"\S{{{LONGEST_WORDPIECES + 1},}}"), "removed")
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([bert.pre_tokenizer, unknown, sign])
-    # A character can take two places (a, ##a), and half of the vocabulary should be left for longer
-    # pieces.
+
+    # A character may become two pieces (a, ##a), and half of the vocabulary should be left for
+    # longer ones.
     alphabet = min(MOST_CHARACTERS, size // 4)
-    # More than `size`, since a merge such as "▁a" gives no piece that the characters have not
-    # given.
+    # More than `size` are learnt, since some give no new piece: "▁a" is "a", which is there.
     trainer = trainers.BpeTrainer(
         vocab_size=size + alphabet, min_frequency=2, limit_alphabet=alphabet, show_progress=False
     )
     tokenizer.train_from_iterator(batches, trainer)
+
     vocabulary = tokenizer.get_vocab()
     learnt = sorted(vocabulary, key=vocabulary.get)
-    characters = sorted(piece for piece in learnt if len(piece) == 1 and piece != "▁")
+    characters = []
+    longer = []
+    for piece in learnt:
+        if len(piece) > 1:
+            is_beginning = piece.startswith("▁")
+            longer.append(piece[1:] if is_beginning else f"##{piece}")
+        elif piece != "▁":
+            characters.append(piece)
+    characters.sort()
+
     # Signs that are always words of their own never continue one.
-    within = [
-        f"##{c}" for c in characters if len(bert.pre_tokenizer.pre_tokenize_str(f"a{c}")) == 1
-    ]
-    longer = [
-        piece[1:] if piece.startswith("▁") else f"##{piece}" for piece in learnt if len(piece) > 1
-    ]
-    return list(dict.fromkeys([*BERT_SPECIALS, *characters, *within, *longer]))[:size]
+    within_words = []
+    for character in characters:
+        if len(bert.pre_tokenizer.pre_tokenize_str(f"a{character}")) == 1:
+            within_words.append(f"##{character}")
+    pieces = dict.fromkeys([*BERT_SPECIALS, *characters, *within_words, *longer])  # each once
+    return list(pieces)[:size]
 
 
 def _learn_bytes(
@@ -206,24 +228,26 @@ def _learn_bytes(
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = RobertaTokenizer().backend_tokenizer.pre_tokenizer
     trainer = trainers.BpeTrainer(
-        vocab_size=size - 1,
+        vocab_size=size - 1,  # without <mask>
         min_frequency=2,
         special_tokens=list(ROBERTA_SPECIALS),
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
     tokenizer.train_from_iterator(batches, trainer)
+
     learnt = json.loads(tokenizer.to_str())["model"]
-    return learnt["vocab"] | {"<mask>": len(learnt["vocab"])}, [
-        tuple(merge) for merge in learnt["merges"]
-    ]
+    ids = learnt["vocab"] | {"<mask>": len(learnt["vocab"])}
+    merges = [tuple(merge) for merge in learnt["merges"]]
+    return ids, merges
 
 
 def _learn_unigrams(batches: Iterator[list[str]], size: int) -> list[tuple[str, float]]:
     """Returns the pieces with their logarithmic probabilities, in the order of their ids."""
     xlnet = XLNetTokenizer().backend_tokenizer
     tokenizer = Tokenizer(models.Unigram())
-    tokenizer.normalizer, tokenizer.pre_tokenizer = xlnet.normalizer, xlnet.pre_tokenizer
+    tokenizer.normalizer = xlnet.normalizer
+    tokenizer.pre_tokenizer = xlnet.pre_tokenizer
     trainer = trainers.UnigramTrainer(
         vocab_size=size,
         special_tokens=list(XLNET_SPECIALS),
@@ -236,13 +260,18 @@ def _learn_unigrams(batches: Iterator[list[str]], size: int) -> list[tuple[str, 
         if "not large enough" not in str(error):
             raise
         what = f"the vocabulary size is {size}, and the text has more different characters"
-        raise InputError(
-            f"{what}; expected a larger vocabulary, or text without rare characters"
-        ) from error
+        expected = "expected a larger vocabulary, or text without rare characters"
+        raise InputError(f"{what}; {expected}") from error
+
     learnt = json.loads(tokenizer.to_str())["model"]["vocab"]
-    pieces = [(piece, round(score, 4)) for piece, score in learnt if piece not in XLNET_SPECIALS]
-    pieces.sort(key=lambda pair: (-pair[1], pair[0]))
-    # The special tokens are no choice for text that spells one, as long as its characters are
-    # pieces.
-    never = pieces[-1][1] * 100
-    return [(special, never) for special in XLNET_SPECIALS] + pieces
+    pieces = []
+    for piece, score in learnt:
+        if piece not in XLNET_SPECIALS:
+            pieces.append((piece, round(score, 4)))
+    pieces.sort(key=lambda piece_and_score: (-piece_and_score[1], piece_and_score[0]))
+
+    # Text that spells a special token is never encoded as it, as long as the text's characters are
+    # pieces: these have the better score together.
+    worst_score = pieces[-1][1] * 100
+    specials = [(special, worst_score) for special in XLNET_SPECIALS]
+    return specials + pieces

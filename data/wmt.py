@@ -252,8 +252,10 @@ class TranslationPairs(Codec):
         source = self._open_tokens(source_language, check=True)
         target = self._open_tokens(target_language, check=True)
         if len(source) != len(target):
-            what = f"{source.path} has {len(source)} sentences and {target.path} {len(target)}"
-            raise InputError(f"{what}; expected as many, one pair each: make the folder again")
+            raise InputError(
+                f"{source.path} has {len(source)} sentences and {target.path} {len(target)}; "
+                "expected as many, one pair each: make the folder again"
+            )
         self._size = len(source)
         self._source_vocabulary = len(self.source_dictionary)
         self._target_vocabulary = len(self.target_dictionary)
@@ -325,8 +327,10 @@ class TranslationPairs(Codec):
 
         lines = read_lines(path)
         if len(lines) != len(self):
-            what = f"{path} has {len(lines)} lines, and there are {len(self)} pairs"
-            raise InputError(f"{what}; make the folder again")
+            raise InputError(
+                f"{path} has {len(lines)} lines, and there are {len(self)} pairs; "
+                "make the folder again"
+            )
         if self._is_split(lines):
             return [join_symbols(line.split(), self.pieces) for line in lines]
         return lines
@@ -363,8 +367,10 @@ def _check_ids(ids: np.ndarray, path: Path, vocabulary: int) -> None:
     """Raises InputError if a token of a file is not one of a dictionary of `vocabulary` symbols."""
     highest = ids.max(initial=0)
     if highest >= vocabulary or ids.min(initial=0) < 0:
-        what = f"{path} has the token {highest}, and its dictionary {vocabulary} symbols"
-        raise InputError(f"{what}; they do not belong together: make the folder again")
+        raise InputError(
+            f"{path} has the token {highest}, and its dictionary {vocabulary} symbols; "
+            "they do not belong together: make the folder again"
+        )
 
 
 def is_blank(line: str) -> bool:
@@ -383,15 +389,19 @@ def _encode_symbols(dictionary: Dictionary, line: str) -> np.ndarray:
 
 
 def _symbols(dictionary: Dictionary, ids: Sequence[int], unknown: str) -> list[str]:
-    """Returns the symbols of tokens up to the first EOS, without <s> and <pad>."""
+    """Returns the symbols of tokens up to the first EOS, without <s> and <pad>.
+
+    `unknown` stands for <unk>.
+    """
+    flat = np.asarray(ids, np.int64).reshape(-1)  # also of [1, n], a batch of one sentence
     symbols = []
-    for number in np.asarray(ids, np.int64).reshape(-1).tolist():
-        if number == EOS:
+    for token in flat.tolist():
+        if token == EOS:
             break
-        if number == UNK:
+        if token == UNK:
             symbols.append(unknown)
-        elif number not in (BOS, PAD):
-            symbols.append(dictionary.symbols[number])
+        elif token not in (BOS, PAD):
+            symbols.append(dictionary.symbols[token])
     return symbols
 
 
@@ -416,8 +426,9 @@ def read_lines(path: Path) -> list[str]:
     try:
         lines = path.read_bytes().decode("utf-8-sig").split("\n")
     except UnicodeDecodeError as error:
-        what = f"{path} is not UTF-8 (byte {error.start})"
-        raise InputError(f"{what}; convert it, or prepare the folder again") from error
+        raise InputError(
+            f"{path} is not UTF-8 (byte {error.start}); convert it, or prepare the folder again"
+        ) from error
     if lines[-1] == "":
         lines.pop()
     return lines
@@ -467,8 +478,10 @@ class _Rows:
         used = np.bincount(rows, self._sizes, len(present)).astype(np.int64)
         if used.max(initial=0) > width:
             row = int(used.argmax())
-            what = f"row {row} of a batch has {used[row]} tokens of {name}"
-            raise ValueError(f"{what}, and the shape has {width} places")
+            raise ValueError(
+                f"row {row} of a batch has {used[row]} tokens of {name}, "
+                f"and the shape has {width} places"
+            )
 
         # Where each token goes in the flattened array; a row's first sentence begins at column 0.
         row_starts = np.cumsum(used) - used
@@ -651,18 +664,21 @@ def open_pairs(data: str | Path, split: Split, pieces: str = "") -> TranslationP
     """
     folder = Path(local_copy(str(data), *FILES)).expanduser()
     if not folder.is_dir():
-        what = f"{data} is a file" if folder.exists() else f"there is no folder {data}"
-        raise InputError(f"{what}; {_EXPECTED_FOLDER}")
+        if folder.exists():
+            raise InputError(f"{data} is a file; {_EXPECTED_FOLDER}")
+        raise InputError(f"there is no folder {data}; {_EXPECTED_FOLDER}")
 
     for candidate in (folder, folder / "prepared"):
         if (candidate / "parts").exists() and not (candidate / "report.json").exists():
-            what = f"{candidate} is not prepared to its end"
-            raise InputError(f"{what}; give the same `make data` command again")
+            raise InputError(
+                f"{candidate} is not prepared to its end; give the same `make data` command again"
+            )
         languages = _languages([path.name for path in candidate.glob("train.*")])
         if len(languages) > 1:
             listed = ", ".join("-".join(pair) for pair in languages)
-            what = f"{candidate} has the language pairs {listed}"
-            raise InputError(f"{what}; keep them in folders of their own")
+            raise InputError(
+                f"{candidate} has the language pairs {listed}; keep them in folders of their own"
+            )
         if languages:
             source, target = languages[0]
             return _open_split(candidate, split, source, target, pieces)
@@ -677,8 +693,10 @@ def _open_split(
     known = ("train", "valid", "test")
     found = [name for name in known if (folder / f"{name}.{ending}").exists()]
     if split not in found:
-        what = f"{folder} has no {split} split, only {', '.join(found)}"
-        raise InputError(f"{what}; make the folder again, with {split} text")
+        raise InputError(
+            f"{folder} has no {split} split, only {', '.join(found)}; "
+            f"make the folder again, with {split} text"
+        )
     pairs = TranslationPairs(folder, split, source, target, pieces)
     _set_source(pairs, ending)
     return pairs
@@ -692,5 +710,6 @@ def _no_pairs(folder: Path, data: str | Path) -> InputError:
     for name in names:
         if name.startswith("train.") or Path(name).suffix == ".parquet":
             remedy = f"it looks like text: prepare it first, {PREPARE}{data}"
-    what = f"{data} has no train.<source>-<target>.<source>.idx, found {found}"
-    return InputError(f"{what}; {remedy}")
+    return InputError(
+        f"{data} has no train.<source>-<target>.<source>.idx, found {found}; {remedy}"
+    )

@@ -7,10 +7,10 @@ your own.
 `CPU_NUM_DEVICES=8 python -m examples.recommender tiny --plan exchange` runs on eight devices and
 gives the same numbers.
 
-Three tables have a row per film: as seen before, as seen last, as the next one. A linear layer makes
-a user's vector of the first two. Its product with a film's row in the third is the film's score. The
-loss is a softmax over the films of the batch, corrected for how often each is drawn (Yi et al. 2019,
-"Sampling-Bias-Corrected Neural Modeling").
+Three tables have a row per film: as seen before, as seen last, as the next one. A linear layer
+makes a user's vector of the first two. Its product with a film's row in the third is the film's
+score. The loss is a softmax over the films of the batch, corrected for how often each is drawn (Yi
+et al. 2019, "Sampling-Bias-Corrected Neural Modeling").
 """
 
 from dataclasses import dataclass

@@ -150,7 +150,7 @@ def check(folder: str, config: PreTrainedConfig, compiled: bool = True) -> None:
         if name not in accepted:
             raise InputError(f"{given}, which takes no {name}; {EXPECTED}")
 
-    encoder = encoders.record_of(config)
+    encoder = encoders.by_config(config)
     if encoder is not None and encoder.own_layers is not None:
         return  # transformers' layers are not those that compute its step
     if compiled:
@@ -252,12 +252,12 @@ def use_own_attention(model: PreTrainedModel, name: str = OWN) -> None:
 
 
 def _tables(model: nn.Module, *names: str) -> list[nn.Module]:
-    """Returns the embeddings whose last name is one of these."""
+    """Returns the modules with a 2-D weight whose path ends with one of `names`."""
     tables = []
     for path, module in model.named_modules():
+        last_part = path.split(".")[-1]
         weight = getattr(module, "weight", None)
-        named = path.split(".")[-1] in names
-        if named and weight is not None and weight.dim() == 2:
+        if last_part in names and weight is not None and weight.dim() == 2:
             tables.append(module)
     return tables
 
@@ -353,7 +353,7 @@ def takes_types(model: PreTrainedModel) -> bool:
     """Returns whether a classifier is given the types of its tokens. RoBERTa has one type only."""
     count = getattr(model.config, "type_vocab_size", None)
     if count is None:
-        encoder = encoders.record_of(model.config)
+        encoder = encoders.by_config(model.config)
         return encoder is not None and encoder.token_types  # XLNet has relations, and no table
     if count <= 1:
         return False

@@ -1,9 +1,10 @@
 """Encoders that classify sequences: the model with its head, its logits and its losses.
 
     found = classifier(checkpoint.config, ("negative", "positive"), checkpoint.source)
-    loss = losses(logits(found.model, batch), batch["labels"]).mean()
+    logits = compute_logits(found.model, batch)
+    loss = compute_losses(logits, batch["labels"]).mean()
 
-Which row of a checkpoint's head is which class is decided by names, see heads.py.
+Names decide which row of a checkpoint's head is which class, see heads.py.
 """
 
 import copy
@@ -19,8 +20,8 @@ from errors import InputError
 from models import architectures, encoder_files, encoders, heads
 from models.encoder_files import Loaded, Source
 
-# Heads of these models have the names of a classifier's, and no use for one.
-OTHER_JOBS = ("ForTokenClassification", "ForMultipleChoice", "ForEntityClassification")
+# Models whose head has the same name as a classifier's, but was trained for another task.
+OTHER_TASKS = ("ForTokenClassification", "ForMultipleChoice", "ForEntityClassification")
 
 
 @dataclass(frozen=True)
@@ -37,38 +38,42 @@ def classifier(
     source: Source | None,
     stated: Sequence[str] = (),
 ) -> Classifier:
-    """Returns a model that classifies sequences by these labels, or gives one number without any.
+    """Returns a model that classifies sequences by these labels; without labels, a regression.
 
     A checkpoint's head is kept where its classes have the names of the labels: its rows are put
-    into the order of these. Otherwise the head is new.
+    into the order of the labels. Otherwise the head is new.
 
     Args:
         settings: of the checkpoint, or of a new model; the labels are written into it.
+        labels: the names of the classes; (): the model returns one number.
         source: of the checkpoint's weights; None: all weights are new.
-        stated: the labels in the order of the checkpoint's rows, which counts before its own names.
+        stated: the labels in the order of the checkpoint's rows, as the user states it; counts
+            before the checkpoint's own names. (): not stated.
 
     Raises:
-        InputError: as `encoder_files.load`; the order is stated of a head that is not there; the
-            checkpoint's names contradict themselves.
+        InputError: as `encoder_files.load`; the order is stated, but the head is not kept; or the
+            checkpoint's names contradict each other.
     """
-    theirs = copy.deepcopy(settings)
+    of_checkpoint = copy.deepcopy(settings)  # keeps its own labels
     settings.num_labels = max(len(labels), 1)
     settings.problem_type = "single_label_classification" if labels else "regression"
     if labels:
         settings.id2label = dict(enumerate(labels))
         settings.label2id = {name: number for number, name in enumerate(labels)}
+
     if source is None:
         model = AutoModelForSequenceClassification.from_config(settings, dtype=torch.float32)
         return Classifier(model, heads.HeadDecision())
 
     loaded = encoder_files.load(AutoModelForSequenceClassification, settings, source)
     label_dims = _label_dims(loaded.model)
-    head = _head(loaded, label_dims, theirs, source, labels, stated)
+    head = _decide_head(loaded, label_dims, of_checkpoint, source, labels, stated)
     if stated and head.rows is None:
         raise InputError(f"--labels states the order of a head's classes, but {head.why_new}")
 
+    # Where its last layer was not loaded, transformers has already initialised it.
     not_loaded = loaded.missing | loaded.other_shapes.keys()
-    if label_dims.keys().isdisjoint(not_loaded):  # else transformers has made it new
+    if label_dims.keys().isdisjoint(not_loaded):
         if head.rows is None:
             _make_new(loaded.model, label_dims)
         elif head.moved:
@@ -76,19 +81,22 @@ def classifier(
     return Classifier(loaded.model, head)
 
 
-def _head(
+def _decide_head(
     loaded: Loaded,
     label_dims: dict[str, int],
-    theirs: PreTrainedConfig,
+    of_checkpoint: PreTrainedConfig,
     source: Source,
     labels: Sequence[str],
     stated: Sequence[str],
 ) -> heads.HeadDecision:
     """Decides what becomes of a checkpoint's head.
 
+    The questions in their order: is there a head, does its last layer fit, was it trained for this
+    task, is the rest of it there? Only then its names are compared with the labels.
+
     Args:
         label_dims: as `_label_dims` returns it.
-        theirs: the configuration of the checkpoint, before it got our labels.
+        of_checkpoint: the checkpoint's configuration with its own labels.
     """
     where = f"checkpoint {source.folder}"
     left_out = getattr(source.weights, "left_out", ())
@@ -96,31 +104,39 @@ def _head(
         names = ", ".join(left_out)
         of_fairseq = f"classification heads of fairseq, which are left out: {names}"
         return heads.new_head(where, of_fairseq)
+
     if label_dims.keys() & loaded.missing:
         return heads.HeadDecision(why_new=f"{where} has none")
+
     for name, shape in loaded.other_shapes.items():
         if name in label_dims:
             outputs = shape[label_dims[name]]
             needed = loaded.model.config.num_labels
             return heads.new_head(where, f"one of {outputs} outputs, and {needed} are needed")
 
-    jobs = [name for name in theirs.architectures or [] if name.endswith(OTHER_JOBS)]
-    if jobs and not stated:
-        return heads.new_head(where, f"the head of a {jobs[0]}")
-    below = sorted(loaded.missing - label_dims.keys())  # what its last layer was trained on
-    if below:
-        return heads.new_head(where, f"a head that lacks {len(below)} weights, such as {below[0]}")
+    class_names = of_checkpoint.architectures or []
+    other_tasks = [name for name in class_names if name.endswith(OTHER_TASKS)]
+    if other_tasks and not stated:
+        return heads.new_head(where, f"the head of a {other_tasks[0]}")
+
+    # Layers below the last one, which was trained on their results.
+    missing_below = sorted(loaded.missing - label_dims.keys())
+    if missing_below:
+        lacks = f"lacks {len(missing_below)} weights, such as {missing_below[0]}"
+        return heads.new_head(where, f"a head that {lacks}")
+
     if labels:
-        return heads.decide(where, _names(theirs, where, stated), labels, stated)
-    if theirs.problem_type in (None, "regression"):
+        names = _names(of_checkpoint, where, stated)
+        return heads.decide(where, names, labels, stated)
+    if of_checkpoint.problem_type in (None, "regression"):
         return heads.HeadDecision([0])
-    return heads.new_head(where, f"a head of one class, {theirs.id2label[0]}")
+    return heads.new_head(where, f"a head of one class, {of_checkpoint.id2label[0]}")
 
 
 def _label_dims(model: PreTrainedModel) -> dict[str, int]:
-    """Returns the parameters of a classifier that have a row for each label, by whatever name.
+    """Returns the parameters of a classifier that have a row for each label -> which dimension.
 
-    They are those that would be larger with one label more. The value is the dimension of the rows.
+    They are found by their shapes and not by their names: with one label more they would be larger.
     """
     settings = copy.deepcopy(model.config)
     settings.num_labels += 1
@@ -138,36 +154,37 @@ def _label_dims(model: PreTrainedModel) -> dict[str, int]:
 def _names(settings: PreTrainedConfig, where: str, stated: Sequence[str]) -> list[str] | None:
     """Returns the names that a configuration gives the rows of its head.
 
-    None where it does not number them from 0.
+    They are id2label's. Where these are not numbered from 0, or are placeholders (transformers
+    fills in LABEL_0, LABEL_1, … for an id2label that is missing), label2id's real names count.
 
-    Where id2label has placeholders only, which transformers fills in for one that is not there,
-    label2id has the names.
+    None: id2label's are not numbered from 0, and label2id has no real names.
 
     Raises:
         InputError: id2label and label2id put the same names into different orders, and nothing
             is stated.
     """
-    by_number = {}
+    label2id = {}
     for name, number in (settings.label2id or {}).items():
         if str(number).isdecimal():  # some files have "0" for 0
-            by_number[int(number)] = name
-    names = _numbered(settings.id2label)
-    others = _numbered(by_number)
-    has_names = names is not None and not heads.unnamed(names)
-    if others and not heads.unnamed(others) and not has_names:
-        return others
-    if names and others and not stated:
-        rows = heads.match(others, names)
-        if rows is not None and rows != list(range(len(names))):
-            raise InputError(
-                f"{where} has the classes {heads.listed(names)} by its id2label, and others by its "
-                "label2id; state their order in --labels, or correct its config.json"
-            )
-    return names
+            label2id[int(number)] = name
+    by_id2label = _numbered(settings.id2label)
+    by_label2id = _numbered(label2id)
+
+    has_names = by_id2label is not None and not heads.unnamed(by_id2label)
+    if not has_names and by_label2id and not heads.unnamed(by_label2id):
+        return by_label2id
+
+    if by_id2label and by_label2id and not stated:
+        rows = heads.match(by_label2id, by_id2label)
+        if rows is not None and rows != list(range(len(by_id2label))):
+            has = f"{where} has the classes {heads.listed(by_id2label)} by its id2label"
+            remedy = "state their order in --labels, or correct its config.json"
+            raise InputError(f"{has}, and others by its label2id; {remedy}")
+    return by_id2label
 
 
 def _numbered(names: dict[int, str]) -> list[str] | None:
-    """Returns the names of 0, 1, …; None where these are not the numbers."""
+    """Returns the names in the order of their numbers; None where these are not 0, 1, …"""
     numbers = range(len(names))
     if set(names) != set(numbers):
         return None
@@ -184,11 +201,14 @@ def _put_in_order(model: PreTrainedModel, label_dims: dict[str, int], rows: Sequ
 
 
 def _make_new(model: PreTrainedModel, label_dims: dict[str, int]) -> None:
-    """Makes the last layer of a loaded head new, as the model itself does where it can."""
+    """Initialises the last layer of a loaded head again.
+
+    The model does it in its own way; what that leaves out has the usual initial weights.
+    """
     with torch.no_grad():
         for name in label_dims:
             parameter = model.get_parameter(name)
-            parameter._is_hf_initialized = False  # else transformers leaves it as it is
+            parameter._is_hf_initialized = False  # otherwise transformers leaves it as it is
             if parameter.dim() > 1:
                 parameter.normal_(std=0.02)
             else:
@@ -199,7 +219,7 @@ def _make_new(model: PreTrainedModel, label_dims: dict[str, int]) -> None:
             model._init_weights(model.get_submodule(module))
 
 
-def logits(model: PreTrainedModel, batch: dict[str, Tensor]) -> Tensor:
+def compute_logits(model: PreTrainedModel, batch: dict[str, Tensor]) -> Tensor:
     """Returns a classifier's logits [B, labels].
 
     Args:
@@ -208,17 +228,18 @@ def logits(model: PreTrainedModel, batch: dict[str, Tensor]) -> Tensor:
     inputs = {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"]}
     if architectures.takes_types(model):
         inputs["token_type_ids"] = batch["token_type_ids"]
-    encoder = encoders.record_of(model.config)
+    encoder = encoders.by_config(model.config)
     if encoder is not None:
         inputs |= encoder.classifier_inputs
     return model(**inputs).logits
 
 
-def losses(logits: Tensor, labels: Tensor) -> Tensor:
+def compute_losses(logits: Tensor, labels: Tensor) -> Tensor:
     """Returns each example's cross-entropy, or the squared error of one output, float32 [B].
 
     Args:
         logits: [B, labels].
+        labels: numbers of classes [B]; for one output, the numbers that it should be.
     """
     if logits.shape[1] == 1:
         return (logits[:, 0].float() - labels).square()

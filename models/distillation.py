@@ -1,6 +1,7 @@
-"""The objective of DistilBERT: a teacher's words (Sanh et al. 2019, arXiv:1910.01108, section 3).
+"""The objective of DistilBERT: to predict masked tokens as a teacher does.
 
-The teacher is a BERT, whose layers also start the student.
+Sanh et al. 2019, arXiv:1910.01108, section 3. The teacher is a BERT, and some of its layers are the
+student's initial weights.
 """
 
 import torch
@@ -15,11 +16,11 @@ from models.masked_words import forward
 
 __all__ = ["begin_with_layers", "forward", "losses", "open_teacher"]
 
-# Weights of the three losses, and the temperature of the first: its authors'
+# Weights of the three losses, and the temperature of the first, from the authors'
 # distillation/README.md.
-SOFT = 5.0
-HARD = 2.0
-COSINE = 1.0
+SOFT = 5.0  # the teacher's predictions
+HARD = 2.0  # the tokens that were masked
+COSINE = 1.0  # the directions of the hidden states
 TEMPERATURE = 2.0
 
 LAYER = {  # module inside a layer of BERT -> of DistilBERT
@@ -32,7 +33,7 @@ LAYER = {  # module inside a layer of BERT -> of DistilBERT
     "output.dense": "ffn.lin2",
     "output.LayerNorm": "output_layer_norm",
 }
-OUTSIDE = {  # the same outside of the layers
+OUTSIDE = {  # module outside of the layers of BERT -> of DistilBERT
     "bert.embeddings.word_embeddings": "distilbert.embeddings.word_embeddings",
     "bert.embeddings.position_embeddings": "distilbert.embeddings.position_embeddings",
     "bert.embeddings.LayerNorm": "distilbert.embeddings.LayerNorm",
@@ -48,58 +49,61 @@ def losses(
     teacher: PreTrainedModel,
     batch: dict[str, Tensor],
     predicted: Tensor,
-    parts: int,
+    micro_batches: int,
 ) -> dict[str, Tensor]:
     """Returns what `objectives.losses` does, with a teacher.
 
-    "soft" is a mean over the predicted tokens (in the authors' code over all tokens, which would
-    need the head on all of them), and "cosine" is 1 - cosine of the hidden states over all tokens.
+    "soft" is the divergence from the teacher's predictions, a mean over the predicted tokens (in
+    the authors' code over all tokens, which would need the head on all of them). "cosine" is
+    1 - cosine of the hidden states, a mean over all tokens.
 
     Args:
         result: of the student's `forward`.
         words: its loss without a teacher.
-        predicted: by what a sum over the predicted tokens is divided.
-        parts: see `objectives.losses`.
+        predicted: the number that a sum over the predicted tokens is divided by.
+        micro_batches: see `objectives.losses`.
     """
     with torch.no_grad():
         taught = objectives.forward(teacher, batch)
 
-    wanted = F.softmax(taught["logits"].float() / TEMPERATURE, -1)
-    divergence = layers.divergence(result["logits"] / TEMPERATURE, wanted)
-    # Times T squared, so that the size of the gradients does not depend on T: Hinton et al. 2015,
-    # section 2.
+    probabilities = F.softmax(taught["logits"].float() / TEMPERATURE, -1)
+    divergence = layers.divergence(result["logits"] / TEMPERATURE, probabilities)
+    # Times the temperature squared, so that the size of the gradients does not depend on it: Hinton
+    # et al. 2015, section 2.
     soft = (divergence * batch["weights"]).sum() / predicted * TEMPERATURE**2
 
-    real = batch["attention_mask"].float()
-    apart = 1 - F.cosine_similarity(result["hidden"].float(), taught["hidden"].float(), dim=-1)
-    tokens = real.sum()
-    if parts > 1:
-        tokens = batch["tokens"].sum() / parts
-    cosine = (apart * real).sum() / tokens
+    is_token = batch["attention_mask"].float()  # 0 for padding
+    hidden = result["hidden"].float()
+    distances = 1 - F.cosine_similarity(hidden, taught["hidden"].float(), dim=-1)
+    tokens = is_token.sum()
+    if micro_batches > 1:
+        tokens = batch["tokens"].sum() / micro_batches
+    cosine = (distances * is_token).sum() / tokens
 
     loss = SOFT * soft + HARD * words + COSINE * cosine
     return {"loss": loss, "words": words, "soft": soft, "cosine": cosine}
 
 
 def begin_with_layers(student: PreTrainedModel, teacher: PreTrainedModel) -> None:
-    """Copies the weights of a BERT for masked words to a DistilBERT: every n-th of the layers.
+    """Copies the weights of a BERT for masked words to a DistilBERT.
 
-    These are layers 0, 2, 4, … as Sanh et al. 2019, section 3, say; their script takes 0, 2, 4, 7,
-    9 and 11 of 12. The teacher may have more positions.
+    Of the layers, every n-th is copied: 0, 2, 4, … as Sanh et al. 2019, section 3, say; their
+    script takes 0, 2, 4, 7, 9 and 11 of 12. The teacher may have more positions, of which the first
+    are copied.
     """
-    every = teacher.config.num_hidden_layers // student.config.n_layers
+    layer_step = teacher.config.num_hidden_layers // student.config.n_layers
     modules = dict(OUTSIDE)  # of the teacher -> of the student
     for layer in range(student.config.n_layers):
-        for theirs, ours in LAYER.items():
-            name = f"bert.encoder.layer.{layer * every}.{theirs}"
-            modules[name] = f"distilbert.transformer.layer.{layer}.{ours}"
+        for of_teacher, of_student in LAYER.items():
+            name = f"bert.encoder.layer.{layer * layer_step}.{of_teacher}"
+            modules[name] = f"distilbert.transformer.layer.{layer}.{of_student}"
 
-    teachers = teacher.state_dict()
+    taught = teacher.state_dict()
     weights = {}
-    for theirs, ours in modules.items():
+    for of_teacher, of_student in modules.items():
         for kind in ("weight", "bias"):
-            if f"{theirs}.{kind}" in teachers:
-                weights[f"{ours}.{kind}"] = teachers[f"{theirs}.{kind}"]
+            if f"{of_teacher}.{kind}" in taught:
+                weights[f"{of_student}.{kind}"] = taught[f"{of_teacher}.{kind}"]
     positions = "distilbert.embeddings.position_embeddings.weight"
     weights[positions] = weights[positions][: architectures.positions(student)]
     student.load_state_dict(weights, strict=True)
@@ -116,7 +120,8 @@ def open_teacher(
 
     Args:
         folder: local folder or hub id of the teacher.
-        tokenizer, data: the tokenizer that made the data, and the data's name for messages.
+        tokenizer: the one that the data was made with.
+        data: the data's name, for messages.
         init_student: whether the student starts with the teacher's layers, see `begin_with_layers`.
 
     Raises:
@@ -126,24 +131,29 @@ def open_teacher(
     objectives.same_vocabulary(folder, checkpoint.tokenizer, tokenizer, data)
     config = checkpoint.config
     if config.hidden_size != student.config.dim:
-        widths = f"a width of {config.hidden_size}, its student one of {student.config.dim}"
-        raise InputError(f"teacher {folder} has {widths}")
+        raise InputError(
+            f"teacher {folder} has a width of {config.hidden_size}, "
+            f"its student one of {student.config.dim}"
+        )
 
     teacher = encoder_files.load(AutoModelForMaskedLM, config, checkpoint.source).model
+    # Of the teacher and of the student.
     sizes = {
         "positions": (architectures.positions(teacher), architectures.positions(student)),
         "layers": (config.num_hidden_layers, student.config.n_layers),
     }
-    for what, (theirs, ours) in sizes.items():
-        if theirs < ours:
+    for what, (of_teacher, of_student) in sizes.items():
+        if of_teacher < of_student:
             raise InputError(
-                f"teacher {folder} has {theirs} {what}, fewer than its student, which has {ours}"
+                f"teacher {folder} has {of_teacher} {what}, "
+                f"fewer than its student, which has {of_student}"
             )
     if config.vocab_size != student.config.vocab_size:
-        words = student.config.vocab_size
         raise InputError(
-            f"teacher {folder} has a vocabulary of {config.vocab_size}, its student one of {words}"
+            f"teacher {folder} has a vocabulary of {config.vocab_size}, "
+            f"its student one of {student.config.vocab_size}"
         )
+
     if init_student:
         begin_with_layers(student, teacher)
     return teacher.requires_grad_(False).eval()

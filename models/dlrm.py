@@ -147,11 +147,13 @@ class DLRM(nn.Module):
         """
         super().__init__()
         if not bottom or bottom[-1] != dim:
-            needed = f"its last size must be that of the embeddings, dim={dim}"
-            raise ValueError(f"bottom is {list(bottom)}; {needed}")
+            raise ValueError(
+                f"bottom is {list(bottom)}; its last size must be that of the embeddings, dim={dim}"
+            )
         if len(top) < 2 or top[-1] != 1:
-            needed = "it must be at least two sizes, the last one 1: the logit"
-            raise ValueError(f"top is {list(top)}; {needed}")
+            raise ValueError(
+                f"top is {list(top)}; it must be at least two sizes, the last one 1: the logit"
+            )
         _require_positive("num_dense", [num_dense])
         _require_positive("num_tables", [num_tables])
         _require_positive("bottom", bottom)
@@ -194,8 +196,10 @@ class DLRM(nn.Module):
 
     def forward(self, dense: Tensor, embedded: Tensor) -> Tensor:
         if embedded.shape[1:] != (self.num_tables, self.dim):
-            needed = f"it must be [batch, {self.num_tables}, {self.dim}]"
-            raise ValueError(f"embedded is {list(embedded.shape)}; {needed}")
+            raise ValueError(
+                f"embedded is {list(embedded.shape)}; "
+                f"it must be [batch, {self.num_tables}, {self.dim}]"
+            )
 
         dense = self.dense_arch(dense)
         interactions = self.inter_arch(dense, embedded.to(dense.dtype))

@@ -1,7 +1,7 @@
-"""Encoders in transformers' folders: opened, loaded and saved.
+"""Opens, loads and saves encoders in transformers' folders.
 
 checkpoint = open_checkpoint("google-bert/bert-base-uncased", "bert")
-model = load(AutoModelForMaskedLM, checkpoint.config, checkpoint.source)
+model = load(AutoModelForMaskedLM, checkpoint.config, checkpoint.source).model
 save(folder, model, weights, checkpoint.tokenizer)
 """
 
@@ -26,10 +26,10 @@ from transformers.utils import logging
 from errors import InputError
 from models import architectures, encoders
 
-# A model may have this many tokens more than its tokenizer, for the hardware's sake, or this share
-# of its own: mDeBERTa has 251,000 and a tokenizer of 250,102.
-PADDED_VOCABULARY = 128
-PADDED_SHARE = 0.005
+# A model may have more tokens than its tokenizer, since sizes are rounded up for the hardware. The
+# difference must be below one of these: mDeBERTa has 251,000 tokens, its tokenizer 250,102.
+PADDED_VOCABULARY = 128  # tokens
+PADDED_SHARE = 0.005  # of the model's tokens
 
 
 @dataclass(frozen=True)
@@ -59,8 +59,9 @@ class Loaded:
     """A model with the weights of a checkpoint.
 
     Attributes:
-        missing: names of the parameters that the checkpoint has not, and which are new.
-        other_shapes: the same of those that it has in another shape -> their shape there.
+        missing: names of the parameters that the checkpoint lacks; they are new.
+        other_shapes: names of the parameters that have another shape in the checkpoint, and are new
+            too -> their shape there.
     """
 
     model: PreTrainedModel
@@ -69,9 +70,10 @@ class Loaded:
 
 
 def open_checkpoint(folder: str, model: str, compiled: bool = True) -> Checkpoint:
-    """Opens a hub id or local folder.
+    """Opens a checkpoint: its configuration and its tokenizer, but not yet its weights.
 
     Args:
+        folder: local folder or hub id.
         model: the encoder that it must be, a name of models/encoders; "auto": any.
         compiled: whether its steps are compiled programs, see `architectures.check`.
 
@@ -79,25 +81,25 @@ def open_checkpoint(folder: str, model: str, compiled: bool = True) -> Checkpoin
         InputError: it cannot be read, is another architecture or one that does not run here, or has
             another model's tokenizer.
     """
-    encoder = encoders.record(model)
+    encoder = encoders.by_name(model)
     if encoder.read_folder is None:
         checkpoint = _open_folder(folder, model, compiled)
     else:
         config, weights, tokenizer = encoder.read_folder(folder)
         checkpoint = Checkpoint(config, tokenizer, Source(folder, weights))
 
-    words = getattr(checkpoint.config.get_text_config(), "vocab_size", None)
-    if words is not None:  # CANINE hashes characters, and has none
-        unused = words - len(checkpoint.tokenizer)
-        if not 0 <= unused < max(PADDED_VOCABULARY, PADDED_SHARE * words):
-            both = f"a model of {words} tokens and a tokenizer of {len(checkpoint.tokenizer)}"
+    tokens = getattr(checkpoint.config.get_text_config(), "vocab_size", None)
+    if tokens is not None:  # CANINE hashes characters, and has no vocabulary
+        unused = tokens - len(checkpoint.tokenizer)
+        if not 0 <= unused < max(PADDED_VOCABULARY, PADDED_SHARE * tokens):
+            both = f"a model of {tokens} tokens and a tokenizer of {len(checkpoint.tokenizer)}"
             raise InputError(f"checkpoint {folder} has {both}; they do not belong together")
     return checkpoint
 
 
 def _open_folder(folder: str, model: str, compiled: bool) -> Checkpoint:
     """Opens a checkpoint of transformers, see `open_checkpoint`."""
-    expected = encoders.record(model).architecture
+    expected = encoders.by_name(model).architecture
     try:
         if folder.startswith(("/", ".")) and not os.path.isdir(folder):
             raise OSError("there is no such folder; give one, or a hub id")
@@ -105,9 +107,9 @@ def _open_folder(folder: str, model: str, compiled: bool) -> Checkpoint:
         if expected not in (config.model_type, ""):
             raise InputError(f"checkpoint {folder} is a {config.model_type}, not a {model}")
         architectures.check(folder, config, compiled)
-        encoder = encoders.record_of(config)
+        encoder = encoders.by_config(config)
         if encoder is not None and encoder.own_layers is not None:
-            encoder.own_layers(config)  # refuses what they cannot compute
+            encoder.own_layers(config)  # raises InputError for what they cannot compute
         tokenizer = _open_tokenizer(folder)
     except InputError:  # which is a ValueError
         raise
@@ -122,23 +124,24 @@ def _open_tokenizer(folder: str) -> PreTrainedTokenizerBase:
         return AutoTokenizer.from_pretrained(folder)
     except (OSError, ValueError):
         raise
-    except Exception as error:  # a tokenizer without its files raises TypeError and more
-        said = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-        raise ValueError(f"its tokenizer is not there, or not whole ({said})") from error
+    except Exception as error:  # without its files it raises TypeError and other types
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        raise ValueError(f"its tokenizer is not there, or not whole ({reason})") from error
 
 
 def _unreadable(folder: str, error: Exception) -> str:
+    """Returns the message for a checkpoint that cannot be read: the first line of the error."""
     return f"checkpoint {folder} cannot be read: {str(error).splitlines()[0]}"
 
 
 def load(auto_class: type, config: PreTrainedConfig, source: Source) -> Loaded:
-    """Loads a float32 model of one of transformers' auto classes with a checkpoint's encoder.
+    """Loads a checkpoint's weights into a float32 model of one of transformers' auto classes.
 
     The head is new where the checkpoint has none, or has one for another number of labels.
 
     Raises:
-        InputError: the checkpoint lacks weights of the encoder, which would stay random without a
-            word, or has them in other shapes.
+        InputError: the checkpoint cannot be read, or lacks weights of the encoder, which
+            transformers would leave random, or has them in other shapes.
     """
     folder = source.folder
     options = {
@@ -158,10 +161,12 @@ def load(auto_class: type, config: PreTrainedConfig, source: Source) -> Loaded:
 
     missing = list(report["missing_keys"])
     other_shapes = {name: shape for name, shape, *_ in report["mismatched_keys"]}
+
+    # A pooler may be new: pretraining with masked tokens only does not train one.
     of_encoder = f"{model.base_model_prefix}."
-    lacked = [name for name in missing if name.startswith(of_encoder) and "pooler" not in name]
-    if lacked:
-        example = f"{len(lacked)} weights of its encoder, such as {lacked[0]}"
+    lacking = [name for name in missing if name.startswith(of_encoder) and "pooler" not in name]
+    if lacking:
+        example = f"{len(lacking)} weights of its encoder, such as {lacking[0]}"
         raise InputError(f"checkpoint {folder} lacks {example}")
     misshapen = [name for name in other_shapes if name.startswith(of_encoder)]
     if misshapen:
@@ -182,12 +187,12 @@ def save(
     Args:
         folder: local.
         weights: the model's state_dict on the host.
-        write_folder: of the encoder's record: writes what fairseq loads, into the folder fairseq.
+        write_folder: of the encoder's record; writes what fairseq loads into the subfolder fairseq.
     """
     logging.disable_progress_bar()
     settings = copy.deepcopy(model.config)
-    settings._attn_implementation = None  # ours has a name that only this program knows
-    with torch.device("meta"):  # so that nothing is held twice
+    settings._attn_implementation = None  # the name of ours means nothing to other programs
+    with torch.device("meta"):  # allocates no second copy of the weights
         on_host = type(model)(settings)
     on_host.load_state_dict(weights, assign=True)
     on_host.tie_weights()
@@ -195,11 +200,13 @@ def save(
 
     tokenizer = copy.deepcopy(tokenizer)
     longest = architectures.positions(model)
-    if longest < math.inf:  # else the tokenizer's own says what the model was made for
+    if longest < math.inf:  # otherwise the tokenizer keeps the length that it came with
         tokenizer.model_max_length = longest
-    if tokenizer.is_fast:  # its file would have this run's --lengths, and cut what others read
+    if tokenizer.is_fast:
+        # Otherwise its file would have this run's --lengths, and cut the text of later users.
         tokenizer.backend_tokenizer.no_truncation()
         tokenizer.backend_tokenizer.no_padding()
     tokenizer.save_pretrained(folder)
+
     if write_folder is not None:
         write_folder(f"{folder}/fairseq", model.config, weights, tokenizer)

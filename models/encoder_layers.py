@@ -216,7 +216,7 @@ def fast_layers(model: PreTrainedModel, packing_parts: int = 0) -> PreTrainedMod
     Returns:
         The same model.
     """
-    encoder = encoders.record_of(model.config)
+    encoder = encoders.by_config(model.config)
     replaced = dict(REPLACED)
     own_layers = encoder is not None and encoder.own_layers is not None
     if own_layers:
@@ -255,7 +255,7 @@ def _as_class(module: nn.Module, layer_class: type[nn.Module]) -> nn.Module:
 def _pack_short_rows(model: PreTrainedModel, packing_parts: int) -> None:
     """Lets the layers of a model pack short rows, if it is of an encoder that may."""
     kind = model.config.model_type
-    encoder = encoders.record_of(model.config)
+    encoder = encoders.by_config(model.config)
     name = ""
     if encoder is not None:
         name = encoder.packed_layers

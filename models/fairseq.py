@@ -42,16 +42,18 @@ def architecture(settings: dict[str, Any], weights: dict[str, Tensor], name: str
     """
     for switch, value in UNSUPPORTED.items():
         if settings.get(switch, value) != value:
-            ours = f"models/transformer.py has {value} only"
-            raise InputError(f"{name} has {switch} {settings[switch]}; {ours}")
+            raise InputError(
+                f"{name} has {switch} {settings[switch]}; models/transformer.py has {value} only"
+            )
 
     dim = _of_both_stacks(settings, "embed_dim", 512, name, decoder_follows=True)
     ffn_dim = _of_both_stacks(settings, "ffn_embed_dim", 2048, name, decoder_follows=True)
     heads = _of_both_stacks(settings, "attention_heads", 8, name)
     pre_norm = _of_both_stacks(settings, "normalize_before", False, name)
     if pre_norm and "encoder.layer_norm.weight" not in weights:
-        missing = "normalises before its layers but not after the last (fairseq before 0.5)"
-        raise InputError(f"{name} {missing}")
+        raise InputError(
+            f"{name} normalises before its layers but not after the last (fairseq before 0.5)"
+        )
 
     share_embeddings = "none"
     if settings.get("share_decoder_input_output_embed"):
@@ -96,8 +98,9 @@ def _of_both_stacks(
     encoder = settings.get(f"encoder_{key}", default)
     decoder = settings.get(f"decoder_{key}", encoder if decoder_follows else default)
     if encoder != decoder:
-        values = f"{key} {encoder} in its encoder and {decoder} in its decoder"
-        raise InputError(f"{name} has {values}; expected one")
+        raise InputError(
+            f"{name} has {key} {encoder} in its encoder and {decoder} in its decoder; expected one"
+        )
     return encoder
 
 
@@ -116,16 +119,19 @@ def load_weights(model: Transformer, weights: dict[str, Tensor], name: str) -> N
     own = model.state_dict()
     for key in ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight"):
         if key in weights and weights[key].shape[0] != own[key].shape[0]:
-            words = f"{weights[key].shape[0]} words and the dictionary {own[key].shape[0]}"
-            raise InputError(f"{name} was trained with another dictionary: {key} has {words}")
+            raise InputError(
+                f"{name} was trained with another dictionary: "
+                f"{key} has {weights[key].shape[0]} words and the dictionary {own[key].shape[0]}"
+            )
 
     wrong = sorted(own.keys() ^ weights.keys())
     for key in own.keys() & weights.keys():
         if own[key].shape != weights[key].shape:
             wrong.append(key)
     if wrong:
-        differ = f"{wrong[0]} and {len(wrong) - 1} more tensors differ"
-        raise InputError(f"{name} does not fit the model: {differ}")
+        raise InputError(
+            f"{name} does not fit the model: {wrong[0]} and {len(wrong) - 1} more tensors differ"
+        )
     model.load_state_dict(weights)
 
 

@@ -69,8 +69,9 @@ def _unpickled(content: bytes, name: str) -> Any:
         foreign = re.search(r"GLOBAL (\S+)", str(error))
         if foreign:
             reason = f"it holds a {foreign[1]}"
-        expected = "a fairseq checkpoint of tensors and settings only"
-        raise InputError(f"{name} is not {expected}: {reason}") from error
+        raise InputError(
+            f"{name} is not a fairseq checkpoint of tensors and settings only: {reason}"
+        ) from error
 
 
 def upgrade_names(weights: dict[str, Tensor]) -> dict[str, Tensor]:

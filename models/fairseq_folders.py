@@ -142,14 +142,18 @@ def _upgrade_names(weights: Mapping[str, Tensor], name: str) -> dict[str, Tensor
     # for masked tokens was never trained.
     is_data2vec = upgraded.pop("encoder._ema", None) is not None
     if is_data2vec and HEAD not in upgraded and TOKENS in upgraded:
-        message = f"{name} has no head for masked tokens (data2vec): it starts at random"
-        warnings.warn(message, stacklevel=3)
+        warnings.warn(
+            f"{name} has no head for masked tokens (data2vec): it starts at random",
+            stacklevel=3,
+        )
         upgraded |= _new_head(upgraded[TOKENS])
 
     heads = head_names(upgraded)
     if heads:
-        message = f"{name} has classification heads, which are left out: {', '.join(heads)}"
-        warnings.warn(message, stacklevel=3)
+        warnings.warn(
+            f"{name} has classification heads, which are left out: {', '.join(heads)}",
+            stacklevel=3,
+        )
 
     dropped = ("encoder.regression_head", "classification_heads.")
     kept = {key: value for key, value in upgraded.items() if not key.startswith(dropped)}
@@ -217,15 +221,17 @@ def to_transformers(
         )
     for switch, value in UNSUPPORTED.items():
         if settings.get(switch, value) != value:
-            theirs = f"{switch} {settings[switch]}"
-            raise InputError(f"{name} has {theirs}; transformers' RoBERTa has {value} only")
+            raise InputError(
+                f"{name} has {switch} {settings[switch]}; transformers' RoBERTa has {value} only"
+            )
 
     config = _configuration(settings, len(weights[TOKENS]))
     converted = _renamed(weights, config, name)
     if config.tie_word_embeddings:
         if not torch.equal(weights[TOKENS], weights[HEAD]):
-            differ = f"they tie {HEAD} to {TOKENS}, and the two differ"
-            raise InputError(f"{name} does not fit its settings: {differ}")
+            raise InputError(
+                f"{name} does not fit its settings: they tie {HEAD} to {TOKENS}, and the two differ"
+            )
         words, head = TIED_WEIGHTS
         converted[head] = converted[words]
     return config, converted
@@ -258,8 +264,9 @@ def _renamed(weights: dict[str, Tensor], config: RobertaConfig, name: str) -> di
         if expected[key] != converted[key].shape:
             wrong.append(key)
     if wrong:
-        differ = f"{wrong[0]} and {len(wrong) - 1} more tensors differ"
-        raise InputError(f"{name} does not fit its settings: {differ}")
+        raise InputError(
+            f"{name} does not fit its settings: {wrong[0]} and {len(wrong) - 1} more tensors differ"
+        )
     return {key: converted[key] for key in expected}
 
 
@@ -284,8 +291,10 @@ def _complete(config: RobertaConfig, state_dict: Mapping[str, Tensor]) -> dict[s
         if key in names and given[key].shape != expected[key]:
             wrong.append(key)
     if wrong:
-        differ = f"{wrong[0]} and {len(wrong) - 1} more tensors differ"
-        raise InputError(f"not a RobertaForMaskedLM of its config: {differ}")
+        raise InputError(
+            "not a RobertaForMaskedLM of its config: "
+            f"{wrong[0]} and {len(wrong) - 1} more tensors differ"
+        )
     return given
 
 
@@ -301,8 +310,9 @@ def _tie(weights: dict[str, Tensor], first: str, second: str) -> None:
     weights.setdefault(first, weights.get(second))
     weights.setdefault(second, weights[first])
     if not torch.equal(weights[first], weights[second]):
-        differ = f"the model's config ties {first} and {second}, and the two differ"
-        raise InputError(f"{differ}: tie_weights()")
+        raise InputError(
+            f"the model's config ties {first} and {second}, and the two differ: tie_weights()"
+        )
     weights[second] = weights[first]
 
 
@@ -440,8 +450,9 @@ def _read_symbols(path: Path) -> list[str]:
         entry = line.rstrip().removesuffix(" #fairseq:overwrite")
         symbol, space, count = entry.rpartition(" ")
         if not space or not count.lstrip("-").isdecimal():
-            expected = "a symbol, a space and its count"
-            raise InputError(f"{path} line {number} is {line[:60]!r}; expected {expected}")
+            raise InputError(
+                f"{path} line {number} is {line[:60]!r}; expected a symbol, a space and its count"
+            )
         symbols.append(symbol)
     return symbols
 
@@ -459,8 +470,9 @@ def _read_numbers(path: Path) -> dict[str, int]:
 
     missing = [symbol for symbol in _byte_symbols() if symbol not in numbers]
     if missing:
-        count = f"{len(missing)} of the 256 bytes"
-        raise InputError(f"{path} has no token for {count}, {missing[0]!r} among them")
+        raise InputError(
+            f"{path} has no token for {len(missing)} of the 256 bytes, {missing[0]!r} among them"
+        )
     return numbers
 
 
@@ -472,8 +484,10 @@ def _read_merges(path: Path, numbers: dict[str, int]) -> list[tuple[str, str]]:
     for number, line in enumerate(lines[1:-1], start=2):
         pair = tuple(line.split())
         if len(pair) != 2 or not {*pair, "".join(pair)} <= numbers.keys():
-            expected = "two tokens whose union encoder.json has"
-            raise InputError(f"{path} line {number} is {line[:60]!r}; expected {expected}")
+            raise InputError(
+                f"{path} line {number} is {line[:60]!r}; "
+                "expected two tokens whose union encoder.json has"
+            )
         merges.append(pair)
     return merges
 
@@ -504,10 +518,10 @@ def _read_vocabulary(path: Path, numbers: dict[str, int]) -> dict[str, int]:
     lost = tokens.keys() - set(symbols)
     if lost:
         # fairseq would read those as <unk>; transformers' BPE cannot.
-        count = f"{len(lost)} of the {len(numbers)} tokens of encoder.json"
         raise InputError(
-            f"{path} lacks {count}, {min(lost, key=int)} among them; expected all: give "
-            "fairseq-preprocess a --srcdict that has them"
+            f"{path} lacks {len(lost)} of the {len(numbers)} tokens of encoder.json, "
+            f"{min(lost, key=int)} among them; "
+            "expected all: give fairseq-preprocess a --srcdict that has them"
         )
     if MASK not in symbols:
         symbols.append(MASK)
@@ -550,9 +564,10 @@ def read_folder(path: str | Path) -> tuple[RobertaConfig, Converted, RobertaToke
 
     tokenizer = _read_tokenizer(folder, config.max_position_embeddings - OFFSET)
     if len(tokenizer) != config.vocab_size:
-        counts = f"it has {len(tokenizer)}, and the model {config.vocab_size}"
         raise InputError(
-            f"{folder / 'dict.txt'} does not fit {checkpoint}: with the special symbols {counts}; "
+            f"{folder / 'dict.txt'} does not fit {checkpoint}: "
+            f"with the special symbols it has {len(tokenizer)}, "
+            f"and the model {config.vocab_size}; "
             "expected the dictionary that the model was trained with"
         )
 
@@ -593,23 +608,31 @@ def _is_gpt2_bpe(tokenizer: PreTrainedTokenizerBase) -> bool:
 def _check_tokenizer(tokenizer: PreTrainedTokenizerBase, words: int) -> None:
     """Raises InputError where fairseq cannot have the tokenizer of a model with so many tokens."""
     if not _is_gpt2_bpe(tokenizer):
-        needed = "GPT-2's byte-level BPE without add_prefix_space"
-        raise InputError(f"the tokenizer is not {needed}; fairseq knows that one")
+        raise InputError(
+            "the tokenizer is not GPT-2's byte-level BPE without add_prefix_space; "
+            "fairseq knows that one"
+        )
 
     vocabulary = tokenizer.get_vocab()
     first = tuple(tokenizer.convert_ids_to_tokens([0, 1, 2, 3]))
     if first != SPECIALS or MASK not in vocabulary:
-        needed = f"{' '.join(SPECIALS)}, and {MASK}"
-        raise InputError(f"the tokenizer begins with {' '.join(first)}; fairseq needs {needed}")
+        raise InputError(
+            f"the tokenizer begins with {' '.join(first)}; "
+            f"fairseq needs {' '.join(SPECIALS)}, and {MASK}"
+        )
 
     extra = set(tokenizer.get_added_vocab()) - {*SPECIALS, MASK}
     if extra:
-        added = f"{len(extra)} added tokens, {min(extra)!r} among them"
-        raise InputError(f"the tokenizer has {added}; fairseq knows none")
+        raise InputError(
+            f"the tokenizer has {len(extra)} added tokens, {min(extra)!r} among them; "
+            "fairseq knows none"
+        )
 
     if len(vocabulary) > words or max(vocabulary.values()) >= words:
-        counts = f"{len(vocabulary)} tokens and the model {words}"
-        raise InputError(f"the tokenizer has {counts}; expected those of one")
+        raise InputError(
+            f"the tokenizer has {len(vocabulary)} tokens and the model {words}; "
+            "expected those of one"
+        )
 
 
 def _write_tokenizer(tokenizer: PreTrainedTokenizerBase, words: int) -> dict[str, bytes]:
@@ -671,8 +694,10 @@ def _gpt2_numbers(
 
     missing = [token for token in tokens if token not in vocabulary]
     if missing:
-        count = f"{len(missing)} tokens of its BPE"
-        raise InputError(f"the tokenizer has no id for {count}, {missing[0]!r} among them")
+        raise InputError(
+            f"the tokenizer has no id for {len(missing)} tokens of its BPE, "
+            f"{missing[0]!r} among them"
+        )
     return {token: number for number, token in enumerate(tokens)}
 
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from errors import InputError
 
-# transformers' LABEL_0, and plain numbers.
+# Names that name nothing: transformers' LABEL_0, class_0, id0 and plain numbers.
 PLACEHOLDER = re.compile(r"(label|class|id)?[ _-]*\d+", re.IGNORECASE)
 SHOWN = 6  # names in a message
 
@@ -30,22 +30,23 @@ class HeadDecision:
     Attributes:
         rows: for each class of the data the row of the checkpoint's head; None: no row is kept.
         note: what the user should know of rows that are kept; "" where there is nothing to say.
-        why_new: why the checkpoint's head is not kept; "" where it is.
-        untrained: why the head cannot be evaluated before it is trained; "" where it can.
+        why_new: why the head is new though a checkpoint was read; "" where its head is kept.
+        refusal_at_lr_0: the error of a run with --lr 0, which would evaluate this head as it is; ""
+            where such a run is allowed.
     """
 
     rows: list[int] | None = None
     note: str = ""
     why_new: str = ""
-    untrained: str = ""
+    refusal_at_lr_0: str = ""
 
     @property
     def is_new(self) -> bool:
-        """Whether there is a checkpoint whose head is not kept."""
+        """Whether a checkpoint was read and the head is nevertheless new."""
         return self.why_new != ""
 
     @property
-    def said(self) -> str:
+    def message(self) -> str:
         """A line for the user; "" where there is nothing to say."""
         if self.is_new:
             return f"the head is new: {self.why_new}"
@@ -166,12 +167,12 @@ def _same_names(
     if not decision.moved:
         return decision
 
-    both = f"{where} has its classes in the order {listed(theirs)}, the data {listed(classes)}"
-    return HeadDecision(rows, f"{both}: the rows of its head are put into the order of the data")
+    orders = f"{where} has its classes in the order {listed(theirs)}, the data {listed(classes)}"
+    return HeadDecision(rows, f"{orders}: the rows of its head are put into the order of the data")
 
 
 def _assumed(where: str, classes: Sequence[str]) -> HeadDecision:
-    """Keeps the rows of a head without names in the data's order; it must be trained first."""
+    """Keeps the rows of a head without names in the data's order; refuses it at --lr 0."""
     rows = list(range(len(classes)))
     flag = f"--labels {_value_of_flag(classes)}"
     unknown = f"{where} does not name the {len(classes)} classes of its head"
@@ -179,25 +180,25 @@ def _assumed(where: str, classes: Sequence[str]) -> HeadDecision:
     note = f"{unknown}: {assumed}; if it is another one, state it as {flag}"
 
     useless = "its predictions mean nothing without training (--lr 0)"
-    untrained = f"{unknown}, so {useless}; state their order, such as {flag}"
-    return HeadDecision(rows, note, untrained=untrained)
+    refusal = f"{unknown}, so {useless}; state their order, such as {flag}"
+    return HeadDecision(rows, note, refusal_at_lr_0=refusal)
 
 
 def _other_names(where: str, theirs: Sequence[str], classes: Sequence[str]) -> HeadDecision:
     """Returns a new head, since the classes of the checkpoint have other names."""
-    both = f"a head for the classes {listed(theirs)}, the data has {listed(classes)}"
-    has = f"{where} has {both}"
+    its_head = f"a head for the classes {listed(theirs)}, the data has {listed(classes)}"
+    has = f"{where} has {its_head}"
     flag = f"--labels {_value_of_flag(classes)}"
-    remedy = f"if they mean the same, state the order of its own by {flag}"
-    return HeadDecision(why_new=f"{has}; {remedy}", untrained=_says_nothing(has, remedy))
+    remedy = f"if they mean the same, give the order of its classes with {flag}"
+    return HeadDecision(why_new=f"{has}; {remedy}", refusal_at_lr_0=_refusal(has, remedy))
 
 
 def new_head(where: str, what: str) -> HeadDecision:
     """Returns a new head, since the checkpoint has `what` in its place."""
     has = f"{where} has {what}"
-    return HeadDecision(why_new=has, untrained=_says_nothing(has, "train it"))
+    return HeadDecision(why_new=has, refusal_at_lr_0=_refusal(has, "train it"))
 
 
-def _says_nothing(has: str, remedy: str) -> str:
-    """Returns why a new head cannot be evaluated untrained."""
+def _refusal(has: str, remedy: str) -> str:
+    """Returns the error of a run that would evaluate a new head without training it."""
     return f"{has}, which says nothing without training (--lr 0); {remedy}"

@@ -1,13 +1,13 @@
-"""What the encoders are pretrained for: plain PyTorch on the batches of data/pretraining.py.
+"""The pretraining objectives of the encoders: plain PyTorch on the batches of data/pretraining.py.
 
 An encoder's record names the module of its objective:
 
     masked_words.py    BERT (Devlin et al. 2019, section 3.1), RoBERTa (Liu et al. 2019); BERT may
                        predict the next sentence as well
     permutation.py     XLNet, with two streams of attention (Yang et al. 2019, section 2.3)
-    distillation.py    DistilBERT, a teacher's words (Sanh et al. 2019, section 3)
+    distillation.py    DistilBERT, a teacher's predictions (Sanh et al. 2019, section 3)
 
-Each has `forward(model, batch)`; one with a teacher has `losses` and `open_teacher` besides.
+Each has `forward(model, batch)`; one with a teacher also has `losses` and `open_teacher`.
 """
 
 import functools
@@ -33,7 +33,7 @@ from models.encoder_files import Source
 @functools.cache
 def of_encoder(name: str) -> ModuleType:
     """Returns the module of the objective of an encoder, a name of models/encoders."""
-    return importlib.import_module(encoders.record(name).objective)
+    return importlib.import_module(encoders.by_name(name).objective)
 
 
 def language_model(
@@ -45,16 +45,18 @@ def language_model(
         source: of a checkpoint's weights; None: all weights are new.
 
     Raises:
-        InputError: the next sentence is to be predicted by a BERT that does not tell the two apart.
+        InputError: the next sentence is to be predicted, but the BERT has one type of tokens: it
+            cannot tell the two segments apart.
     """
     if next_sentence and settings.type_vocab_size < 2:
-        raise InputError(
-            "--next-sentence needs a BERT with 2 types of tokens; "
-            "the checkpoint's type_vocab_size is 1"
-        )
+        needs = "--next-sentence needs a BERT with 2 types of tokens"
+        raise InputError(f"{needs}; the checkpoint's type_vocab_size is 1")
+
     auto_class = AutoModelForMaskedLM
-    if next_sentence or type(settings) not in AutoModelForMaskedLM._model_mapping:  # as XLNet's
+    has_masked_class = type(settings) in AutoModelForMaskedLM._model_mapping  # XLNet has none
+    if next_sentence or not has_masked_class:
         auto_class = AutoModelForPreTraining
+
     if source is None:
         return auto_class.from_config(settings, dtype=torch.float32)
     return encoder_files.load(auto_class, settings, source).model
@@ -63,20 +65,25 @@ def language_model(
 def same_vocabulary(
     folder: str, own: PreTrainedTokenizerBase, tokenizer: PreTrainedTokenizerBase, data: str
 ) -> None:
-    """Raises InputError where a checkpoint's tokens are not those that the data was made with."""
+    """Raises InputError where a checkpoint's tokens are not those that the data was made with.
+
+    Args:
+        folder: the checkpoint, for messages.
+        own: the checkpoint's tokenizer.
+        tokenizer: the one that the data was made with.
+        data: the data's name, for messages.
+    """
     if own.get_vocab() != tokenizer.get_vocab():
-        raise InputError(
-            f"{folder} has other tokens than the data in {data}: "
-            "prepare the text with its tokenizer"
-        )
+        what = f"{folder} has other tokens than the data in {data}"
+        raise InputError(f"{what}: prepare the text with its tokenizer")
 
 
 def forward(model: PreTrainedModel, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Computes what an objective needs of a batch.
+    """Computes what an objective's losses need from a batch.
 
     Returns:
-        "logits" [B, P, words] of the predicted places only; "hidden" [B, T, H], except for XLNet;
-        "related" [B, 2] where the batch asks for the next sentence.
+        "logits" [B, P, vocabulary] of the predicted tokens only; "hidden" [B, T, H], except for
+        XLNet; "related" [B, 2], the logits of the next sentence, where the batch asks for them.
     """
     return _of_model(model).forward(model, batch)
 
@@ -85,9 +92,8 @@ def _of_model(model: PreTrainedModel) -> ModuleType:
     """Returns the module of a model's objective."""
     kind = model.config.model_type
     if kind not in encoders.NAMES:
-        raise ValueError(
-            f"the language-model head of a {kind} is not known; add a record to models/encoders"
-        )
+        what = f"the language-model head of a {kind} is not known"
+        raise ValueError(f"{what}; add a record to models/encoders")
     return of_encoder(kind)
 
 
@@ -102,37 +108,41 @@ def losses(
     model: PreTrainedModel,
     teacher: PreTrainedModel | None,
     batch: dict[str, Tensor],
-    parts: int = 1,
+    micro_batches: int = 1,
 ) -> dict[str, Tensor]:
-    """Returns "loss", which is minimised, and what it is made of, in nats except for "cosine".
+    """Returns "loss", which is minimised, and its terms, in nats except for "cosine".
 
     "words" is a mean over the predicted tokens; "related" over the rows. distillation.py says what
     is learned from a teacher.
 
     Args:
-        parts: above 1, the batch is one of so many that an update is made of. They have as many
-            rows, but not as many tokens: the batch has the `counts` of them all together, so that
-            the mean of each loss over the parts is that of all their rows in one batch.
+        micro_batches: above 1, the batch is one of so many of an update (gradient accumulation).
+            They have equal numbers of rows but not of tokens. So the batch has also the `counts` of
+            all of them together, and the mean of each loss over the micro-batches is the loss of
+            all their rows in one batch.
     """
     result = forward(model, batch)
-    predicted = _predicted(batch, parts)
+    predicted = _predicted(batch, micro_batches)
     nll = layers.negative_log_likelihood(result["logits"], batch["labels"])
     words = (nll * batch["weights"]).sum() / predicted
     if teacher is not None:
-        return _of_model(model).losses(result, words, teacher, batch, predicted, parts)
+        return _of_model(model).losses(result, words, teacher, batch, predicted, micro_batches)
 
     if "related" in result:
-        wanted = batch["next_sentence"].long()
-        related = F.cross_entropy(result["related"].float(), wanted, reduction="none").mean()
+        labels = batch["next_sentence"].long()
+        related = F.cross_entropy(result["related"].float(), labels, reduction="none").mean()
         return {"loss": words + related, "words": words, "related": related}
     return {"loss": words, "words": words}
 
 
-def _predicted(batch: dict[str, Tensor], parts: int) -> Tensor:
-    """Returns by what a sum over the predicted tokens is divided; see `losses`."""
-    if parts == 1:
+def _predicted(batch: dict[str, Tensor], micro_batches: int) -> Tensor:
+    """Returns the number of predicted tokens that a sum over them is divided by.
+
+    Of several micro-batches, that is their mean number; see `losses`.
+    """
+    if micro_batches == 1:
         return batch["weights"].sum().clamp(min=1)
-    return batch["predicted"].sum().clamp(min=1) / parts
+    return batch["predicted"].sum().clamp(min=1) / micro_batches
 
 
 def scores(model: PreTrainedModel, batch: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -145,12 +155,13 @@ def scores(model: PreTrainedModel, batch: dict[str, Tensor]) -> dict[str, Tensor
     rows = batch["mask"]
     weights = batch["weights"] * rows[:, None]
     nll = layers.negative_log_likelihood(result["logits"], batch["labels"])
-    # 0 times what is not finite would be NaN.
+    # Not a product with the weights: 0 times a loss that is not finite would be NaN.
     nll = torch.where(weights > 0, nll, torch.zeros_like(nll))
-    right = (result["logits"].argmax(-1) == batch["labels"]).float()
-    sums = {"loss": nll.sum(), "accuracy": (right * weights).sum(), "predicted": weights.sum()}
+    is_right = (result["logits"].argmax(-1) == batch["labels"]).float()
+    sums = {"loss": nll.sum(), "accuracy": (is_right * weights).sum(), "predicted": weights.sum()}
+
     if "related" in result:
-        right = (result["related"].argmax(-1) == batch["next_sentence"]).float()
-        sums["next_sentence_accuracy"] = (right * rows).sum()
+        is_right = (result["related"].argmax(-1) == batch["next_sentence"]).float()
+        sums["next_sentence_accuracy"] = (is_right * rows).sum()
         sums["rows"] = rows.sum()
     return sums

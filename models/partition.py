@@ -1,29 +1,39 @@
-"""Which axis of the devices cuts which parameter, for `--mesh data=4,model=2` of the scripts. An
-encoder's record (models/encoders) and models/transformer.py have the tables.
+"""Which axis of the devices splits which parameter, for `--mesh data=4,model=2` of the scripts.
 
-Over "model" attention is cut by heads and a feed-forward layer by its inner width, so that each
-takes one all-reduce forward and one backward (Shoeybi et al. 2019, arXiv:1909.08053, section 3).
-The embedding of the vocabulary and the head that it is tied to are cut by words, and the loss is
-computed on the parts. All else is whole on every device.
+An encoder's record (models/encoders) and models/transformer.py have the tables.
+
+Over "model", attention is split by heads and a feed-forward layer by its inner width, so that each
+needs one all-reduce forward and one backward (Shoeybi et al. 2019, arXiv:1909.08053, section 3).
+The embedding of the vocabulary and the head that is tied to it are split by tokens of the
+vocabulary, and each device computes its part of the loss. All else is whole on every device.
 """
 
 from dataclasses import dataclass
 
-OUT, IN, VECTOR = (
-    ("model", None),
-    (None, "model"),
-    ("model",),
-)  # of a weight [out, in], and of a bias
+# For each dimension of a parameter, the axis of the devices that splits it; None: it is whole.
+Axes = tuple[str | None, ...]
+
+OUT = ("model", None)  # a weight [out, in], by its outputs
+IN = (None, "model")  # a weight [out, in], by its inputs
+VECTOR = ("model",)  # a bias [out]
+VOCABULARY = ("model", None)  # an embedding [vocabulary, H], by tokens
 
 
 @dataclass(frozen=True)
 class Rules:
-    """How a model may be cut; see train/common/sharding."""
+    """How a model may be split; train/common/sharding applies them.
 
-    parameters: dict[
-        str, tuple
-    ]  # how a parameter's name ends, as a pattern -> the axis that cuts each dimension
-    layers: tuple[str, ...]  # the lists of layers
-    heads: int  # what "model" must divide
-    shared: str = ""  # pattern of the modules in which several products take the input
-    time_major: str = ""  # pattern of the modules whose tensors are [T, B, …]
+    Attributes:
+        parameters: a pattern of how a parameter's name ends -> the axes of its dimensions.
+        layers: the names of the lists of layers.
+        heads: attention heads, which the devices of "model" must divide.
+        shared: pattern of the modules whose input several projections share (query, key, value):
+            their gradients are summed before the all-reduce; "": there are none.
+        time_major: pattern of the modules whose tensors are [T, B, …]; "": there are none.
+    """
+
+    parameters: dict[str, Axes]
+    layers: tuple[str, ...]
+    heads: int
+    shared: str = ""
+    time_major: str = ""

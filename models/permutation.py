@@ -18,8 +18,7 @@ from models import encoders
 
 
 def forward(model: PreTrainedModel, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Returns "logits" [B, P, words] of the positions to predict."""
-    encoder = encoders.record_of(model.config)
+    """Returns "logits" [B, P, vocabulary] of the positions to predict."""
     positions = batch["positions"]
     length = batch["order"].shape[1]
     targets = is_target(positions, batch["weights"], length)
@@ -30,7 +29,8 @@ def forward(model: PreTrainedModel, batch: dict[str, Tensor]) -> dict[str, Tenso
         target_mapping=target_mapping(positions, length),
         use_mems=False,
     )
-    return {"logits": encoder.head.words(model, outputs.last_hidden_state)}
+    head = encoders.by_config(model.config).language_head
+    return {"logits": head.token_logits(model, outputs.last_hidden_state)}
 
 
 def is_target(positions: Tensor, weights: Tensor, length: int) -> Tensor:
@@ -47,17 +47,17 @@ def is_target(positions: Tensor, weights: Tensor, length: int) -> Tensor:
 
 
 def perm_mask(order: Tensor, is_target: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Returns [B, T, T] of `dtype`, 1 at [b, i, j] where token i must not look at token j.
+    """Returns transformers' `perm_mask`, [B, T, T], 1 at [b, i, j] where i must not look at j.
 
-    A token looks at those before it in the order of prediction. A target does not see itself. A
-    separator does: it has a rank in the order but is not predicted. No token sees padding, nor does
-    padding. transformers' `perm_mask` is exactly this (of a float type), and its content stream
-    adds that every token sees itself.
+    A token looks at those before it in the order of prediction. A target does not look at itself. A
+    separator does: it has a rank in the order but is not predicted. Nothing looks at padding, not
+    even padding itself. transformers' content stream adds that every token looks at itself.
 
     Args:
         order: integers [B, T], each token's rank in the order of prediction, from 0; -1 for tokens
             that all tokens see and that see only each other; T for padding.
         is_target: bool [B, T].
+        dtype: of the result; transformers needs a float type.
     """
     key_rank = order.unsqueeze(1)  # [B, 1, T]
     first_hidden_rank = torch.where(is_target, order, order + 1).unsqueeze(2)  # [B, T, 1]

@@ -111,10 +111,9 @@ class BatchNorm(nn.BatchNorm2d):
         """
         values = x.numel() // (x.shape[1] * self.groups)  # per channel and group
         if x.shape[0] % self.groups or values < 2:
-            expected = f"{self.groups} groups of at least 2 values per channel"
             raise InputError(
-                f"batch norm: an input {list(x.shape)} does not divide into {expected}; "
-                "raise --batch-size"
+                f"batch norm: an input {list(x.shape)} does not divide into "
+                f"{self.groups} groups of at least 2 values per channel; raise --batch-size"
             )
 
         y, mean, variance = batch_statistics_norm(x, self.weight, self.bias, self.eps, self.groups)
@@ -299,7 +298,7 @@ def load_weights(
         model: gets the weights.
         weights: of the file, by name.
         path: the file, for messages.
-        head: what becomes of the head, see `head_order`; None: its rows stay in their order.
+        head: what becomes of the head, see `decide_head`; None: its rows stay in their order.
 
     Raises:
         InputError: they are another model's weights.
@@ -321,12 +320,14 @@ def load_weights(
         if missing or own[name].shape != weights[name].shape:
             wrong.append(name)
     if wrong:
-        differ = f"{wrong[0]} and {len(wrong) - 1} more tensors differ"
-        raise InputError(f"--weights {path} does not fit --model: {differ}")
+        raise InputError(
+            f"--weights {path} does not fit --model: "
+            f"{wrong[0]} and {len(wrong) - 1} more tensors differ"
+        )
     model.load_state_dict(weights)
 
 
-def head_order(
+def decide_head(
     weights: dict[str, Tensor],
     metadata: dict[str, str],
     classes: Sequence[str],
@@ -363,15 +364,19 @@ def head_order(
         named = f" ({heads.listed(theirs)})" if theirs else ""
         counts = f"a head for {len(bias)} classes{named}, the data has {len(classes)}"
         if stated:
-            problem = f"--labels states the order of a head's classes, but {where} has {counts}"
-            raise InputError(problem)
+            raise InputError(
+                f"--labels states the order of a head's classes, but {where} has {counts}"
+            )
         return heads.new_head(where, counts)
 
     if theirs is None and not stated and is_imagenet(classes):
-        unnamed = f"{where} does not name its 1,000 classes"
-        taken = "they are taken for ImageNet's, in the order of the WordNet ids"
-        rows = list(range(len(classes)))
-        return heads.HeadDecision(rows, f"{unnamed}: {taken}")
+        return heads.HeadDecision(
+            rows=list(range(len(classes))),
+            note=(
+                f"{where} does not name its 1,000 classes: "
+                "they are taken for ImageNet's, in the order of the WordNet ids"
+            ),
+        )
     return heads.decide(where, theirs, classes, stated)
 
 
@@ -386,11 +391,10 @@ def _names_of_rows(text: str, rows: int, where: str) -> list[str]:
     except ValueError:
         names = None
     if not isinstance(names, list) or len(names) != rows:
-        problem = (
-            f"{where} has a head of {rows} classes and, in its metadata, not the names of so many"
+        raise InputError(
+            f"{where} has a head of {rows} classes and, in its metadata, not the names of so many; "
+            "export it again, or leave its metadata out and state them in --labels"
         )
-        remedy = "export it again, or leave its metadata out and state them in --labels"
-        raise InputError(f"{problem}; {remedy}")
     return names
 
 

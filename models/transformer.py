@@ -286,8 +286,9 @@ class Transformer(nn.Module):
         super().__init__()
         share_all = arch.share_embeddings == "all"
         if share_all and source_words != target_words:
-            sizes = f"{source_words} and {target_words} words"
-            raise ValueError(f"dictionaries of {sizes} cannot share embeddings")
+            raise ValueError(
+                f"dictionaries of {source_words} and {target_words} words cannot share embeddings"
+            )
 
         self.arch = arch
         source = self._embedding(source_words, arch.dim)

@@ -1,8 +1,7 @@
-"""XLNet's two-stream attention with relative positions (Yang et al. 2019, arXiv:1906.08237) in the
-forms of layers.py.
+"""XLNet's two-stream attention with relative positions, in the forms of layers.py.
 
-`encoder_layers.fast_layers` puts it in the place of transformers' own; parameters and keys stay the
-same.
+Yang et al. 2019, arXiv:1906.08237. `encoder_layers.fast_layers` replaces transformers' own by it;
+the parameters and their names stay the same.
 """
 
 import torch
@@ -20,8 +19,7 @@ from models.products import NATIVE_DEVICES, einsum
 def turned(
     q: Tensor, weight_halves: tuple[Tensor, Tensor], positions: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Turns queries, so that their products with the sinusoids of the keys' positions are the
-    scores of relative positions.
+    """Turns queries, so that products with the keys' sinusoids are scores of relative positions.
 
     The key of a relative position i - j is a weight times the sines and cosines of i - j. By the
     addition theorems these are the sines and cosines of -j, turned by angles that depend on i. So
@@ -38,9 +36,9 @@ def turned(
         positions: of the queries, float32 [Tq, B or 1].
 
     Returns:
-        Two tensors [Tq, B, N, H / 2], to be multiplied with the sines and with the cosines of -j.
-        One of width H takes 425.1 million cycles of that step, but libtpu 0.0.51 aborts on it for
-        v6e at effort fast.
+        Two tensors [Tq, B, N, H / 2], to be multiplied by the sines and by the cosines of -j. With
+        one tensor of width H the step above takes 425.1 million cycles, but libtpu 0.0.51 aborts on
+        it for v6e at effort fast.
     """
     width = 2 * weight_halves[0].shape[0]
     dimensions = torch.arange(0, width, 2, device=q.device, dtype=torch.float32)
@@ -58,24 +56,27 @@ def turned(
 
 
 class RelativeAttention(XLNetRelativeAttention):
-    """XLNet's two-stream attention with relative positions (Yang et al. 2019, sections 2.3 and
-    A.2).
+    """XLNet's two-stream attention: Yang et al. 2019, sections 2.3 and A.2.
 
     Activations are time-major as in transformers: h [T, B, H], masks [T, T, B, 1], r [2T, B, H].
     Two things differ:
 
     * The query stream has the queries of the P targets only. transformers spreads them over all T
       positions, and reads P of the results. A row of target_mapping has at most one 1.
-    * Dropout of r drops sines and cosines of a key's position, and not those of a relative
-      position, as in Funnel-Transformer.
+    * Dropout of r drops sines and cosines of a key's position, as in Funnel-Transformer, and not
+      those of a relative position.
     """
 
     def constrain(self, x: Tensor, *axes: str | None) -> Tensor:
-        """Returns x. train/common/sharding replaces it by a function that cuts each dimension over
-        an axis of the devices."""
+        """Returns x as it is.
+
+        train/common/sharding replaces this method by one that splits each dimension over an axis of
+        the devices.
+        """
         return x
 
     def _to_heads(self, x: Tensor, weight: Tensor) -> Tensor:
+        """Projects [T, B, H] to [T, B, N, D]."""
         x = x.to(layers.compute_dtype(x))
         return einsum("ibh,hnd->ibnd", x, weight.to(x.dtype))
 
@@ -90,7 +91,7 @@ class RelativeAttention(XLNetRelativeAttention):
         other_segment: Tensor | None,
         mask: Tensor | None,
     ) -> Tensor:
-        """Returns [Tq, B, N, D].
+        """Returns the mean of the values, weighted by attention, [Tq, B, N, D].
 
         Args:
             q: queries [Tq, B, N, D].
@@ -148,8 +149,10 @@ class RelativeAttention(XLNetRelativeAttention):
         target_mapping=None,
         output_attentions=False,
     ):
-        """Returns (h, g) after attention: the content stream, and the query stream [P, B, H] where
-        there is one."""
+        """Returns (h, g) after attention: the content stream [T, B, H], and the query stream.
+
+        The query stream is [P, B, H]; None where there is none.
+        """
         if mems is not None:
             raise NotImplementedError(
                 "memories of earlier segments are not kept; leave use_mems off"
@@ -157,13 +160,14 @@ class RelativeAttention(XLNetRelativeAttention):
         if output_attentions:
             raise NotImplementedError("attention weights are not kept; leave output_attentions off")
 
-        # The gradient of `content` is that of three products, reduced over the devices once.
+        # The gradients of three projections meet in `content`: they are reduced over the devices
+        # once.
         content = self.constrain(h, None, "data", None)
         length = h.shape[0]
         keys = self._to_heads(content, self.k)
         values = self._to_heads(content, self.v)
-        # Cast once: the gradients of both streams are added up before they are reduced over the
-        # devices.
+        # Cast once, so that the gradients of both streams are summed before they are reduced over
+        # the devices.
         q = self.q.to(keys.dtype)
         r_weight = self.r.to(keys.dtype)
         o = self.o.to(keys.dtype)
@@ -191,7 +195,10 @@ class RelativeAttention(XLNetRelativeAttention):
 
 
 def _over_heads(pairs: Tensor | None) -> Tensor | None:
-    """Turns transformers' [T, T, B, n], of which the last counts, to [B, 1, T, T]."""
+    """Returns the last entries of transformers' [T, T, B, n], which are those that count.
+
+    They are [B, 1, T, T], to be broadcast over the heads.
+    """
     if pairs is None:
         return None
     return pairs[..., -1].permute(2, 0, 1)[:, None]
@@ -205,8 +212,10 @@ def _of_targets(pairs: Tensor | None, target_mapping: Tensor) -> Tensor | None:
 
 
 class Layer(XLNetLayer):
-    """XLNet's layer, without memories. Its feed-forward network casts its weights once for both
-    streams, as attention does."""
+    """XLNet's layer, without memories.
+
+    As in attention, the weights of its feed-forward network are cast once for both streams.
+    """
 
     def forward(self, output_h, output_g, **inputs):
         """Returns (h, g), as `RelativeAttention` does."""
@@ -225,10 +234,10 @@ REPLACED = {XLNetRelativeAttention: RelativeAttention, XLNetLayer: Layer}
 
 
 def own_layers(config: XLNetConfig) -> dict[type, type]:
-    """Returns REPLACED.
+    """Returns the classes that are replaced, and by which.
 
     Raises:
-        InputError: the scores of the relative positions are not those that `turned` gives.
+        InputError: the model's relative positions are others than `turned` computes.
     """
     expected = {"attn_type": "bi", "bi_data": False, "clamp_len": -1}
     for name, value in expected.items():

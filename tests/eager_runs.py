@@ -16,7 +16,7 @@ from pathlib import Path
 def without_dropout(encoders) -> None:
     """Makes the small encoders of a trial have none: its random numbers differ from device to
     device."""
-    configuration = encoders.configuration
+    configuration = encoders.new_configuration
 
     def plain(*args):
         made = configuration(*args)
@@ -24,7 +24,7 @@ def without_dropout(encoders) -> None:
         made.attention_probs_dropout_prob = 0.0
         return made
 
-    encoders.configuration = plain
+    encoders.new_configuration = plain
 
 
 def main(name: str, folder: str, runs: list[str]) -> None:

@@ -254,7 +254,7 @@ def test_a_step_on_xla_is_transformers(kind, mesh):
     def step(
         model: PreTrainedModel, batch: dict[str, Tensor], wanted: Tensor
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        logits = classification.logits(model, batch)
+        logits = classification.compute_logits(model, batch)
         (logits * wanted).sum().backward()
         gradients = gradients_of(model)
         model.zero_grad(set_to_none=True)
@@ -289,7 +289,7 @@ def test_bfloat16_is_near_and_finite_in_training(kind, mesh):
 
     def train(model: PreTrainedModel, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         with torch.autocast("xla", torch.bfloat16):
-            logits = classification.logits(model, batch)
+            logits = classification.compute_logits(model, batch)
         logits.float().square().sum().backward()
         gradients = gradients_of(model)
         model.zero_grad(set_to_none=True)
@@ -297,11 +297,11 @@ def test_bfloat16_is_near_and_finite_in_training(kind, mesh):
 
     def evaluate(model: PreTrainedModel, batch: dict[str, Tensor]) -> Tensor:
         with torch.no_grad(), torch.autocast("xla", torch.bfloat16):
-            return classification.logits(model, batch).float()
+            return classification.compute_logits(model, batch).float()
 
     found = device.compiled(evaluate, mesh)(ours, batch_on_devices).cpu()
     with torch.no_grad():
-        expected = classification.logits(plain, batch)
+        expected = classification.compute_logits(plain, batch)
     near = 0.03 * expected.abs().max().item()
     torch.testing.assert_close(found, expected, rtol=0, atol=near)
 

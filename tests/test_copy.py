@@ -202,11 +202,11 @@ ELECTRA = '''"""ELECTRA (Clark et al. 2020, arXiv:2003.10555)."""
 
 from transformers import ElectraConfig
 
-from models.encoders.record import Cuts, Encoder, FineTuning, LanguageHead, Pretraining
-from models.partition import IN, OUT, VECTOR
+from models.encoders.record import Encoder, FineTuning, LanguageHead, Partition, Pretraining
+from models.partition import IN, OUT, VECTOR, VOCABULARY
 
 
-def configuration(size, tokenizer, max_tokens):
+def new_configuration(size, tokenizer, max_tokens):
     return ElectraConfig(
         vocab_size=len(tokenizer),
         pad_token_id=tokenizer.pad_token_id,
@@ -219,7 +219,7 @@ def configuration(size, tokenizer, max_tokens):
     )
 
 
-def words(model, hidden):
+def token_logits(model, hidden):
     return model.generator_lm_head(model.generator_predictions(hidden))
 
 
@@ -227,8 +227,8 @@ ENCODER = Encoder(
     architecture="electra",
     tokenizer="bert",
     published=ElectraConfig(),
-    configuration=configuration,
-    cuts=Cuts(
+    new_configuration=new_configuration,
+    partition=Partition(
         parameters={
             r"attention\\.self\\.(query|key|value)\\.weight": OUT,
             r"attention\\.self\\.(query|key|value)\\.bias": VECTOR,
@@ -236,12 +236,16 @@ ENCODER = Encoder(
             r"intermediate\\.dense\\.weight": OUT,
             r"intermediate\\.dense\\.bias": VECTOR,
             r"\\d+\\.output\\.dense\\.weight": IN,
-            r"word_embeddings\\.weight": OUT,
+            r"word_embeddings\\.weight": VOCABULARY,
         },
         layers="electra.encoder.layer",
         shared=r"attention\\.self$",
     ),
-    head=LanguageHead("generator_lm_head", {r"generator_lm_head\\.bias": VECTOR}, words),
+    language_head=LanguageHead(
+        module="generator_lm_head",
+        parameters={r"generator_lm_head\\.bias": VECTOR},
+        token_logits=token_logits,
+    ),
     fine_tuning=FineTuning(
         source="made up",
         checkpoint="google/electra-base-discriminator",

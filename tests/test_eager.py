@@ -104,7 +104,8 @@ def xla_run(name: str, run_of, tmp_path, monkeypatch) -> tuple[Path | str, dict[
         folder, metrics, _ = run_of(name, "alike" if trial.alike else "short")
         return folder, metrics
 
-    monkeypatch.setattr(encoders, "configuration", encoders.configuration)  # comes back afterwards
+    # `without_dropout` replaces it; after the test it comes back.
+    monkeypatch.setattr(encoders, "new_configuration", encoders.new_configuration)
     without_dropout(encoders)
     config = replace(trial.short, runs=str(tmp_path), name="xla")
     metrics = trial.script.main(config)

@@ -93,7 +93,7 @@ def new(kind: str, head: str) -> PreTrainedModel:
 
     Its weights make it look at everything that it can, biases included.
     """
-    settings = encoders.configuration(kind, "tiny", tokenizer_of(kind), LONGER)
+    settings = encoders.new_configuration(kind, "tiny", tokenizer_of(kind), LONGER)
     torch.manual_seed(0)
     if head == "language":
         return randomized(objectives.language_model(settings, False, None))
@@ -204,7 +204,7 @@ def test_padding_changes_no_logits_whatever_stands_in_it(kind):
         assert len(packing) == (1 if packing_parts and kind != "xlnet" else 0)
 
         for batch in (batch_of(kind), padded, disguised):
-            found = classification.logits(quick, batch).detach()
+            found = classification.compute_logits(quick, batch).detach()
             torch.testing.assert_close(found, expected, **EXACT)
 
 
@@ -221,11 +221,11 @@ def test_bfloat16_is_about_as_exact_as_autocast_of_transformers(kind, mesh):
     model = new(kind, "language")
     batch = batch_of(kind, rows=range(48))
     shown = batch["attention_mask"].bool()
-    exact = classification.logits(new(kind, "language").double(), batch)[shown].detach()
+    exact = classification.compute_logits(new(kind, "language").double(), batch)[shown].detach()
 
     def error(model: PreTrainedModel, device_type: str, batch: dict[str, Tensor]) -> float:
         with torch.no_grad(), torch.autocast(device_type, torch.bfloat16):
-            logits = classification.logits(model, batch)
+            logits = classification.compute_logits(model, batch)
         difference = logits.cpu().double()[shown] - exact
         return difference.square().mean().sqrt().item()
 
@@ -313,7 +313,7 @@ class Words(list):
 
 @pytest.mark.parametrize(("kind", "words", "millions"), PUBLISHED)
 def test_sizes_are_those_of_the_published_models(kind, words, millions):
-    settings = encoders.configuration(kind, "base", Words(range(words)), 512)
+    settings = encoders.new_configuration(kind, "base", Words(range(words)), 512)
     with torch.device("meta"):
         model = transformers.AutoModel.from_config(settings)
 
@@ -323,12 +323,12 @@ def test_sizes_are_those_of_the_published_models(kind, words, millions):
 
 def test_a_configuration_of_an_unknown_encoder_is_refused():
     with pytest.raises(ValueError, match="name is 'gpt2'; it must be bert"):
-        encoders.configuration("gpt2", "tiny", Words([0]), 16)
+        encoders.new_configuration("gpt2", "tiny", Words([0]), 16)
 
 
 @pytest.mark.parametrize("name", encoders.NAMES)
 def test_a_record_names_what_is_there(name):
-    record = encoders.record(name)
+    record = encoders.by_name(name)
 
     assert record.tokenizer in vocabulary.KINDS
     assert record.architecture in (record.published.model_type, "")
@@ -508,7 +508,7 @@ def test_an_xlnet_with_other_distances_is_refused(name, value, tmp_path):
 
 
 def test_the_next_sentence_needs_two_types_of_tokens():
-    settings = encoders.configuration("bert", "tiny", tokenizer_of("bert"), LENGTH)
+    settings = encoders.new_configuration("bert", "tiny", tokenizer_of("bert"), LENGTH)
     objectives.language_model(settings, True, None)
 
     settings.type_vocab_size = 1

@@ -162,9 +162,9 @@ def test_a_classifier_says_which_heads_of_fairseq_are_left_out(tmp_path):
     found = classification.classifier(config, ("a", "b", "c"), source)
 
     assert found.head.rows is None
-    assert "without training" in found.head.untrained
-    assert "the head is new" in found.head.said
-    assert "heads of fairseq, which are left out: three" in found.head.said
+    assert "without training" in found.head.refusal_at_lr_0
+    assert "the head is new" in found.head.message
+    assert "heads of fairseq, which are left out: three" in found.head.message
     embeddings = found.model.state_dict()[WORD_EMBEDDINGS]
     assert torch.equal(embeddings, state_dict[WORD_EMBEDDINGS])
 

@@ -104,7 +104,7 @@ def test_micro_batches_give_the_numbers_of_the_whole_batch(monkeypatch, tmp_path
 
     monkeypatch.setattr(classification, "classifier", partly_trained)
     # without_dropout replaces it; registered here, it is restored after the test.
-    monkeypatch.setattr(encoders, "configuration", encoders.configuration)
+    monkeypatch.setattr(encoders, "new_configuration", encoders.new_configuration)
     without_dropout(encoders)
     # 16, 16 and 12 an epoch: a micro-batch of the last batch is half empty.
     fewer_sentences(monkeypatch, (44, 20))

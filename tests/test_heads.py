@@ -157,8 +157,8 @@ def test_rows_follow_the_names_in_every_architecture(kind, tmp_path):
     expected = their_logits[:, [2, 1, 0]]
     torch.testing.assert_close(logits(found.model), expected)
     assert found.head.rows == [2, 1, 0]
-    assert not found.head.untrained
-    assert "order CONTRADICTION, Neutral, entailment" in found.head.said
+    assert not found.head.refusal_at_lr_0
+    assert "order CONTRADICTION, Neutral, entailment" in found.head.message
     assert found.model.config.id2label == dict(enumerate(NLI))
 
     # What is saved has the data's order.
@@ -179,7 +179,7 @@ def test_names_that_stand_in_label2id_alone_decide_too(numbers, tmp_path):
     stated = opened(tmp_path, stated=("neutral", "entailment", "contradiction"))
 
     assert found.head.rows == [2, 1, 0]
-    assert not found.head.untrained
+    assert not found.head.refusal_at_lr_0
     torch.testing.assert_close(logits(found.model), logits(theirs)[:, [2, 1, 0]])
     assert stated.head.rows == [1, 0, 2]
 
@@ -237,11 +237,11 @@ def test_a_head_for_other_classes_is_new_and_nothing_else(kind, tmp_path):
     found = opened(tmp_path)
 
     assert found.head.rows is None
-    assert found.head.said.startswith("the head is new: ")
-    assert "yes, no, maybe" in found.head.said
-    assert "entailment, neutral, contradiction" in found.head.said
-    assert "--labels" in found.head.said
-    assert "--lr 0" in found.head.untrained
+    assert found.head.message.startswith("the head is new: ")
+    assert "yes, no, maybe" in found.head.message
+    assert "entailment, neutral, contradiction" in found.head.message
+    assert "--labels" in found.head.message
+    assert "--lr 0" in found.head.refusal_at_lr_0
     changed = set()
     for name, value in found.model.state_dict().items():
         if not torch.equal(value, before[name]):
@@ -275,7 +275,7 @@ def test_fine_tuning_draws_the_numbers_of_transformers(checkpoint, tmp_path):
     assert torch.equal(found.model.classifier.weight, plain.classifier.weight)
     assert torch.equal(drawn, torch.rand(3))
     assert found.head.rows is None
-    assert found.head.said.startswith("the head is new: ")
+    assert found.head.message.startswith("the head is new: ")
 
 
 def test_a_head_of_another_number_of_outputs_is_new(tmp_path):
@@ -283,8 +283,8 @@ def test_a_head_of_another_number_of_outputs_is_new(tmp_path):
 
     found = opened(tmp_path)
 
-    assert "5 outputs, and 3 are needed" in found.head.said
-    assert found.head.untrained
+    assert "5 outputs, and 3 are needed" in found.head.message
+    assert found.head.refusal_at_lr_0
 
 
 @pytest.mark.parametrize(
@@ -306,8 +306,8 @@ def test_a_head_with_only_its_last_layer_is_new(kind, lost, first_lost, last_lay
     found = opened(tmp_path)
 
     assert found.head.rows is None
-    assert f"a head that lacks 2 weights, such as {first_lost}" in found.head.said
-    assert "--lr 0" in found.head.untrained
+    assert f"a head that lacks 2 weights, such as {first_lost}" in found.head.message
+    assert "--lr 0" in found.head.refusal_at_lr_0
     assert not torch.equal(found.model.state_dict()[last_layer], weights[last_layer])
 
 
@@ -321,7 +321,7 @@ def test_the_head_of_an_entity_classifier_is_new(tmp_path):
     found = opened(tmp_path)
 
     assert found.head.rows is None
-    assert "the head of a LukeForEntityClassification" in found.head.said
+    assert "the head of a LukeForEntityClassification" in found.head.message
 
 
 @pytest.mark.parametrize(
@@ -334,7 +334,7 @@ def test_the_head_of_another_task_is_new(head, outputs, labels, tmp_path):
     found = opened(tmp_path, labels)
 
     assert found.head.rows is None
-    assert f"the head of a BertFor{head}" in found.head.said
+    assert f"the head of a BertFor{head}" in found.head.message
 
 
 def test_a_regression_keeps_one_output(tmp_path):
@@ -352,7 +352,7 @@ def test_a_regression_does_not_keep_the_output_of_one_class(tmp_path):
     found = opened(tmp_path, ())
 
     assert found.head.rows is None
-    assert "one class, toxic" in found.head.said
+    assert "one class, toxic" in found.head.message
 
 
 # Placeholders, and orders that are stated
@@ -375,10 +375,10 @@ def test_placeholders_say_nothing(names, tmp_path):
     found = opened(tmp_path)
 
     torch.testing.assert_close(logits(found.model), logits(theirs))
-    assert "does not name the 3 classes" in found.head.said
-    assert "entailment, neutral, contradiction" in found.head.said
-    assert "state their order" in found.head.untrained
-    assert "--labels" in found.head.untrained
+    assert "does not name the 3 classes" in found.head.message
+    assert "entailment, neutral, contradiction" in found.head.message
+    assert "state their order" in found.head.refusal_at_lr_0
+    assert "--labels" in found.head.refusal_at_lr_0
 
 
 @all_placeholders
@@ -398,7 +398,7 @@ def test_what_is_stated_counts_before_names_and_is_said(tmp_path):
     found = opened(tmp_path, stated=("entailment", "contradiction", "neutral"))
 
     torch.testing.assert_close(logits(found.model), logits(theirs)[:, [0, 2, 1]])
-    assert "itself names its classes yes, no, maybe" in found.head.said
+    assert "itself names its classes yes, no, maybe" in found.head.message
 
 
 @pytest.mark.parametrize(

@@ -127,7 +127,7 @@ def test_a_program_that_is_missing_here_is_named(program, arguments, bed, here):
 
 
 def test_workers_that_take_long_are_named_every_few_seconds(monkeypatch, capsys):
-    monkeypatch.setattr(workers, "TELL", 0.1)
+    monkeypatch.setattr(workers, "PROGRESS_EVERY", 0.1)
     ready = threading.Event()
     threading.Timer(0.5, ready.set).start()
 
@@ -141,7 +141,7 @@ def test_workers_that_take_long_are_named_every_few_seconds(monkeypatch, capsys)
 
 
 def test_a_question_that_takes_long_is_said_every_few_seconds(monkeypatch, capsys):
-    monkeypatch.setattr(workers, "TELL", 0.1)
+    monkeypatch.setattr(workers, "PROGRESS_EVERY", 0.1)
 
     workers.patient(lambda: time.sleep(0.4), "asking about my-tpu")
     assert "[launch] asking about my-tpu, 0 s" in capsys.readouterr().err

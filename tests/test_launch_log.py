@@ -56,7 +56,7 @@ def read(rotated, capfdbinary):
     """Returns what a client gets of the rotated log from an offset on, through all segments."""
 
     def read_from(at: int) -> bytes:
-        for segment in worker.parts_from(rotated.folder, at):
+        for segment in worker.segments_from(rotated.folder, at):
             at = worker.stream(segment, at)
         assert at == worker.size_of(rotated.folder)
 
@@ -140,7 +140,7 @@ def test_other_files_beside_the_log_are_no_segments(tmp_path):
     make_log(folder).write(b"more\n")
     assert worker.size_of(folder) == 10
     assert (folder / "log").read_text() == "text\nmore\n"
-    segments = [path.name for path in worker.parts_from(folder, 0)]
+    segments = [path.name for path in worker.segments_from(folder, 0)]
     assert segments == ["log.000000000000000"]
 
 
@@ -176,7 +176,7 @@ def test_a_log_that_is_taken_away_begins_again(how, tmp_path):
         folder.rmdir()
 
     log.write(b"after\n")
-    (newest,) = worker.parts_from(folder, at)
+    (newest,) = worker.segments_from(folder, at)
     assert newest.read_bytes() == b"after\n"
     assert int(newest.suffix[1:]) == at
     assert (folder / "log").read_bytes() == b"after\n"

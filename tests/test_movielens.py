@@ -399,7 +399,7 @@ def test_malformed_lines_are_left_out_and_the_first_is_named(folder, name, line,
 
     left_out = f"2 malformed lines of {len(lines)} were left out, the first: .*line 2: "
     with pytest.warns(UserWarning, match=left_out):
-        log = ml.MovieLens(folder, "train", bad_rows=2.1 / len(lines))
+        log = ml.MovieLens(folder, "train", max_bad_share=2.1 / len(lines))
     assert (everything(log)["ids"] == expected["ids"][: len(log)]).all()
 
 

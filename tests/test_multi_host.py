@@ -394,7 +394,7 @@ def replicated(monkeypatch) -> list[torch.Tensor]:
     """Records the tensors that a step makes whole on every device; the step is not compiled."""
     found = []
     monkeypatch.setattr(device, "replicate", lambda tensor, mesh: found.append(tensor))
-    monkeypatch.setattr(device, "compiled", lambda step, mesh, graphs=1: step)
+    monkeypatch.setattr(device, "compiled", lambda step, mesh, max_graphs=1: step)
     return found
 
 

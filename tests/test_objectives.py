@@ -75,7 +75,7 @@ def batch_of(objective: str) -> dict[str, Tensor]:
 
 def of_size(model_class: type, kind: str, objective: str, **settings) -> PreTrainedModel:
     """Returns transformers' own model, for the rows of an objective."""
-    config = encoders.configuration(kind, "tiny", rows_of(objective).text.tokenizer, LONGER)
+    config = encoders.new_configuration(kind, "tiny", rows_of(objective).text.tokenizer, LONGER)
     config.update(settings)
     return randomized(model_class(config))
 

@@ -189,7 +189,7 @@ def test_a_malformed_line_of_a_later_piece_has_its_number(tmp_path):
 @pytest.mark.parametrize("name", ["train.txt", "train.txt.gz"])
 def test_malformed_lines_are_counted_and_the_first_is_named(tmp_path, monkeypatch, capsys, name):
     monkeypatch.setattr(pre, "CHUNK_BYTES", 5000)
-    monkeypatch.setattr(pre, "PIECE_BYTES", 1500)
+    monkeypatch.setattr(pre, "BLOCK_BYTES", 1500)
     good = random_rows(100)
     lines = [*good[:77], row(3), *good[77:90], row(0, {0: "x"}), *good[90:]]
     data = write(tmp_path / name, lines)

@@ -308,7 +308,7 @@ def test_held_out_documents_are_the_same_for_each_cut(tmp_path, monkeypatch):
     report = prepare(tmp_path / "a.txt", "", valid_share=0.3)
 
     # Twins stay together.
-    held_out = [document for document in texts if pre.is_valid(document, 0.3)]
+    held_out = [document for document in texts if pre.is_for_validation(document, 0.3)]
     assert 20 < len(held_out) < 40
     assert report["valid"]["documents"] == 2 * len(held_out)
     assert report["train"]["documents"] == 200 - 2 * len(held_out)
@@ -325,13 +325,13 @@ def test_held_out_documents_are_the_same_for_each_cut(tmp_path, monkeypatch):
 def test_spaces_and_line_ends_do_not_part_copies_of_a_document():
     lines = [f"one two {number} three four" for number in range(200)]
 
-    held_out = [pre.is_valid([line], 0.3) for line in lines]
+    held_out = [pre.is_for_validation([line], 0.3) for line in lines]
 
     assert 30 < sum(held_out) < 90
     with_more_spaces = [line.replace(" ", "  \t") for line in lines]
-    assert [pre.is_valid([line], 0.3) for line in with_more_spaces] == held_out
+    assert [pre.is_for_validation([line], 0.3) for line in with_more_spaces] == held_out
     a_word_per_line = [line.split() for line in lines]
-    assert [pre.is_valid(document, 0.3) for document in a_word_per_line] == held_out
+    assert [pre.is_for_validation(document, 0.3) for document in a_word_per_line] == held_out
 
 
 # ---- what the vocabulary is learnt from --------------------------------------------------------
@@ -375,7 +375,7 @@ def test_the_vocabulary_is_not_learnt_from_held_out_documents(tmp_path, seen):
 
     prepare(data / "a.txt", tmp_path / "held", valid_share=0.1)
 
-    trained_on = [text for text in documents(100) if not pre.is_valid(text, 0.1)]
+    trained_on = [text for text in documents(100) if not pre.is_for_validation(text, 0.1)]
     assert seen == lines_of(trained_on)
     assert len(seen) < len(lines_of(documents(100)))
 

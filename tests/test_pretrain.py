@@ -45,7 +45,7 @@ def fairseq(tmp_path_factory):
     return f"{runs}/run", pretrain.main(config), config
 
 
-def example_batch(rows: pretraining.Rows, count: int) -> dict[str, torch.Tensor]:
+def example_batch(rows: pretraining.TextRows, count: int) -> dict[str, torch.Tensor]:
     """Returns a batch of the first `count` rows, each with random numbers of its own."""
     examples = [rows.example(row, np.random.default_rng(row)) for row in range(count)]
     return loading.as_tensors(examples)
@@ -169,7 +169,7 @@ def test_unequal_micro_batches_update_as_their_rows_in_one_batch(mesh, monkeypat
     """On the host, with plain gradient descent, clipped."""
     whole_config = pretrain.TINY
     cut_config = replace(pretrain.TINY, update_every=2)
-    clipped = replace(encoders.record("bert").pretraining, clip=0.125)
+    clipped = replace(encoders.by_name("bert").pretraining, clip=0.125)
     monkeypatch.setattr(pretrain, "recipe_of", lambda config: clipped)
     data = pretrain.open_data(cut_config)
     batch = example_batch(data.train, 8)
@@ -215,7 +215,7 @@ def test_micro_batches_give_the_numbers_of_the_whole_batch(tmp_path, monkeypatch
     """Eight micro-batches of four rows, one on each device; the rows have unequal numbers of
     predicted tokens."""
     # without_dropout replaces it; registered here, it is restored after the test.
-    monkeypatch.setattr(encoders, "configuration", encoders.configuration)
+    monkeypatch.setattr(encoders, "new_configuration", encoders.new_configuration)
     without_dropout(encoders)
     config = replace(
         SHORT,
@@ -277,7 +277,7 @@ def test_a_size_has_a_recipe_of_its_own(model, size, batch_size, lr):
 
 @pytest.mark.parametrize("name", encoders.PRETRAINED)
 def test_the_optimizer_has_the_recipes_settings(name, mesh):
-    recipe = encoders.record(name).pretraining
+    recipe = encoders.by_name(name).pretraining
     config = replace(pretrain.TINY, model=name)
     # A DistilBERT cannot be opened without a teacher; a BERT has as many groups of parameters.
     model = "bert" if name == "distilbert" else name
@@ -323,7 +323,7 @@ def test_predictions_per_row(kind, length, expected, given):
 
 
 @pytest.fixture(scope="module")
-def validation_rows(run_of) -> pretraining.Rows:
+def validation_rows(run_of) -> pretraining.TextRows:
     """Opens the rows on which the trial is evaluated."""
     _, _, config = run_of("pretrain")
     return pretrain.open_data(config).eval

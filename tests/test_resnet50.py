@@ -22,7 +22,7 @@ from helpers import DUMP, crash, environment, losses, page_code, read_program, s
 
 from data import imagenet
 from errors import InputError
-from models.resnet import Normalize, ResNet, head_order, load_weights, resnet
+from models.resnet import Normalize, ResNet, decide_head, load_weights, resnet
 from tpu.compiler import hlo
 from train import resnet50
 from train.common import device, files
@@ -335,7 +335,7 @@ def test_a_head_follows_the_names_of_its_classes_to_the_logit():
     weights = theirs.state_dict()
     metadata = {"classes": json.dumps(["Dog", "ANT", "cat", "bee"])}
 
-    head = head_order(weights, metadata, CLASSES, "file")
+    head = decide_head(weights, metadata, CLASSES, "file")
     load_weights(ours, weights, "file", head)
 
     images = torch.randn(3, 3, 32, 32)
@@ -350,7 +350,7 @@ def test_a_head_with_one_other_class_is_new():
     weights = theirs.state_dict()
     metadata = {"classes": json.dumps(["ant", "bee", "cat", "eel"])}
 
-    head = head_order(weights, metadata, CLASSES, "file")
+    head = decide_head(weights, metadata, CLASSES, "file")
     load_weights(ours, weights, "file", head)
 
     assert torch.equal(ours.fc.weight, new_head)
@@ -362,7 +362,7 @@ def test_metadata_that_does_not_name_each_class_is_refused(classes):
     weights = resnet("resnet_tiny", 4).state_dict()
 
     with pytest.raises(InputError, match="in its metadata, not the names of so many"):
-        head_order(weights, {"classes": classes}, CLASSES, "file")
+        decide_head(weights, {"classes": classes}, CLASSES, "file")
 
 
 def test_an_order_is_stated_for_as_many_classes_as_the_data_has():
@@ -370,7 +370,7 @@ def test_an_order_is_stated_for_as_many_classes_as_the_data_has():
     pattern = "--labels states the order .* for 4 classes, the data has 2"
 
     with pytest.raises(InputError, match=pattern):
-        head_order(weights, {}, ["a", "b"], "file", ["a", "b"])
+        decide_head(weights, {}, ["a", "b"], "file", ["a", "b"])
 
 
 IMAGENET_HEAD = {"fc.bias": torch.zeros(1000)}
@@ -381,12 +381,12 @@ IMAGENET_NAMES = [f"{name}, and so on" for name in CATEGORIES]
 
 @pytest.mark.parametrize("classes", [IMAGENET_IDS, IMAGENET_NAMES], ids=["ids", "names"])
 def test_torchvisions_weights_have_imagenets_order(classes):
-    head = head_order(IMAGENET_HEAD, {}, classes, "resnet50.safetensors")
+    head = decide_head(IMAGENET_HEAD, {}, classes, "resnet50.safetensors")
 
     assert head.rows == list(range(1000))
-    assert not head.untrained
+    assert not head.refusal_at_lr_0
     expected = "resnet50.safetensors does not name its 1,000 classes: they are taken for ImageNet's"
-    assert expected in head.said
+    assert expected in head.message
 
 
 @pytest.mark.parametrize(
@@ -395,9 +395,9 @@ def test_torchvisions_weights_have_imagenets_order(classes):
     ids=["sorted", "other"],
 )
 def test_data_in_another_order_is_not_taken_for_imagenets(classes):
-    head = head_order(IMAGENET_HEAD, {}, classes, "file")
+    head = decide_head(IMAGENET_HEAD, {}, classes, "file")
 
-    assert "does not name the 1000 classes" in head.untrained
+    assert "does not name the 1000 classes" in head.refusal_at_lr_0
 
 
 # Training

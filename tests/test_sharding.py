@@ -137,7 +137,7 @@ def with_new_teacher(config: pretrain.Config) -> pretrain.Data:
     """Opens the data of DistilBERT, whose teacher is a new BERT."""
     data = pretrain.open_data(replace(config, model="bert"))
     text = data.train.text
-    settings = encoders.configuration("distilbert", config.size, text.tokenizer, text.length)
+    settings = encoders.new_configuration("distilbert", config.size, text.tokenizer, text.length)
     teacher = data.model.eval().requires_grad_(False)
     student = objectives.language_model(settings, False, None)
     return data._replace(model=student, teacher=teacher)

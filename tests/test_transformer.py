@@ -250,7 +250,7 @@ def test_weights_whose_words_have_another_order_are_refused(theirs, few_pairs, m
     first, second, *rest = dictionary.read_text().splitlines()
     dictionary.write_text("\n".join([second, first, *rest]) + "\n")
 
-    message = "another dictionary: line 1 of .*dict.v.txt is .*; give weights or data of"
+    message = "a different dictionary: line 1 of .*dict.v.txt is .*; give weights or data of"
     with pytest.raises(InputError, match=message):
         transformer.build(theirs, few_pairs, mesh)
 

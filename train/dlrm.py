@@ -42,14 +42,14 @@ from train.common.run import Run
 @dataclass(frozen=True)
 class Config:
     data: str = ""  # folder or URL of `make data`, torchrec or MovieLens; or "synthetic"
-    hash_rows: int = 0  # of each table, where ids are hashes (torchrec's one-hot); 0: 40,000,000
-    bottom: tuple[int, ...] = (512, 256, 64, 16)  # layers over dense features; last: table columns
-    top: tuple[int, ...] = (512, 256, 1)  # layers over the interactions
+    hash_rows: int = 0  # rows per table where ids are hashes (torchrec's one-hot); 0: 40,000,000
+    bottom: tuple[int, ...] = (512, 256, 64, 16)  # MLP over dense features; last: embedding size
+    top: tuple[int, ...] = (512, 256, 1)  # MLP over the interactions; its output is the logit
     interaction: Literal["dot", "dcn"] = "dot"  # products of all pairs, or DCN-v2's cross network
     cross: tuple[int, int] = (3, 512)  # layers and rank of the cross network
-    plan: Literal["auto", "exchange", "data"] = "auto"  # tables sharded over devices, or copied
+    plan: Literal["auto", "exchange", "data"] = "auto"  # sharded (exchange), copied (data), by size
     model_devices: int = 0  # devices that share one copy of the tables; 0: all
-    exchange_room: tuple[float, float] = (1.0, 1.0)  # capacity factors of ids sent, of rows updated
+    exchange_room: tuple[float, float] = (1.0, 1.0)  # capacity factors of ids sent and rows updated
     epochs: int = 1  # passes over the training data; click logs overfit in the second
     batch_size: int = 128  # examples per step, over all devices
     optimizer: Literal["sgd", "rowwise_adagrad", "adagrad", "lazy_adam"] = "sgd"  # of the tables
@@ -59,7 +59,7 @@ class Config:
     precision: Literal["bfloat16", "float32", "fast_float32"] = "bfloat16"  # of the network
     device: Literal["xla", "cpu", "cuda"] = "xla"  # xla: a TPU or XLA on CPUs; else plain PyTorch
     seed: int = 0  # of the initial weights and the order of the data
-    steps_a_call: int = 1  # steps in one program, where a launch takes longer than a step
+    steps_a_call: int = 1  # steps per compiled program, where one is shorter than a launch
     workers: int = -1  # processes per host that read batches; -1: one per core, 0: none
     log_every: int = 100  # steps between lines of metrics
     eval_every: int = 0  # steps between evaluations; 0: at the end of each epoch
@@ -138,7 +138,8 @@ class State(NamedTuple):
 def learning_rate(config: Config, step: int) -> float:
     """Returns the rate at 0-based `step`: linear warm-up, then constant."""
     if step < config.warmup_steps:
-        return config.lr * ((step + 1) / config.warmup_steps)
+        share = (step + 1) / config.warmup_steps
+        return config.lr * share
     return config.lr
 
 
@@ -155,7 +156,7 @@ def validate(config: Config) -> Config:
             raise InputError(f"--{field} is {sizes}; it needs sizes of at least 1")
 
     if not all(0 < factor < math.inf for factor in config.exchange_room):
-        expected = "both are factors above 0, 1 is enough for most"
+        expected = "give two factors above 0; 1 is enough for most data"
         raise InputError(f"--exchange-room is {config.exchange_room}; {expected}")
     if config.top[-1] != 1 or len(config.top) < 2:
         expected = "it must be two sizes or more and end with 1, the logit of a click"
@@ -251,11 +252,16 @@ def network_optimizer(config: Config, model: nn.Module) -> torch.optim.Optimizer
 def train_step(
     state: State, batch: dict[str, Tensor], config: Config, mesh: Mesh
 ) -> dict[str, Tensor]:
-    """Updates once on a batch; returns the mean loss, and the load of the tables of plan exchange.
+    """Updates once on a batch.
 
     Args:
-        batch: "dense" [B, num_dense], "ids" [B, lookups of all tables], "label" [B]; "present" as
-            "ids", 0 where there is no id, if an example may have fewer.
+        batch: "dense" [B, num_dense], "ids" [B, lookups of all tables] and "label" [B]; only where
+            examples have different numbers of ids also "present", shaped as "ids": 1 where there is
+            an id, else 0.
+
+    Returns:
+        "loss", the mean; and where tables are sharded (plan exchange) how full the slots of their
+        exchange were, see `ShardedEmbeddingBags.step`. "dropped" above 0 is an error.
     """
     embedded = state.embeddings(batch["ids"], batch.get("present"))
     with mesh.autocast():
@@ -276,8 +282,7 @@ def train_step(
 
 def eval_step(state: State, batch: dict[str, Tensor], config: Config, mesh: Mesh) -> Tensor:
     """Returns (logit, label, mask) of each example, [B, 3], on all devices and so on all hosts."""
-    # The look-ups may as well stand outside of autocast, as in train_step: it has none of their
-    # operations.
+    # Autocast changes no operation of a look-up. In train_step the look-ups are outside of it.
     with torch.no_grad(), mesh.autocast():
         embedded = state.embeddings(batch["ids"], batch.get("present"))
         logits = state.model(batch["dense"], embedded)
@@ -337,15 +342,12 @@ def evaluate(
         collate=partial(collate, table_list(config, clicks)),
         workers=config.workers,
     )
-    scores_of_batch = {}
     with loader:
-        for number, batch in enumerate(loader):
-            scores_of_batch[str(number)] = eval_fn(state, batch, config, mesh)
-    state.embeddings.check()
+        scores_of_batches = [eval_fn(state, batch, config, mesh) for batch in loader]
+    state.embeddings.check()  # raises where an id found no slot in the exchange
     state.model.train()
 
-    on_host = checkpoint.to_host(scores_of_batch)
-    scores = torch.cat(list(on_host.values())).numpy()
+    scores = torch.cat(device.read(scores_of_batches)).numpy()
     logits, labels, mask = scores.T
     is_example = mask > 0
     return criteo.click_metrics(logits[is_example], labels[is_example])
@@ -384,12 +386,13 @@ def main(config: Config) -> dict[str, float]:
     tables = f"{len(data.train.features)} tables of {sum(data.train.table_rows):,} rows"
     length = f"{config.epochs} epoch(s) of {steps_per_epoch:,} steps of {config.batch_size}"
     size = f"{len(data.train):,} examples, {tables}, {length}"
+    sources = splits.said(*data)
     check_evaluation(data, config, mesh)
     run = Run(
         config,
         mesh,
         name=f"dlrm-{kind}",
-        headline=f"dlrm on {config.data}: {size}{splits.said(*data)}",
+        headline=f"dlrm on {config.data}: {size}{sources}",
         may_differ=MAY_CHANGE,
         total_steps=total_steps,
     )
@@ -431,7 +434,7 @@ def main(config: Config) -> dict[str, float]:
     )
     eval_every = config.eval_every or steps_per_epoch
     # All hosts of a pod agree on a stop signal, about every hundred steps: they are short.
-    stop_every = math.ceil(100 / config.steps_a_call)
+    stop_every = math.ceil(100 / config.steps_a_call)  # in calls
     batches = []  # one for each step of the next call
     with run.training(loader, stop_every=stop_every):
         metrics = {}

@@ -2,12 +2,13 @@
 nine tasks.
 
 paper     Wang et al. 2019, GLUE (arXiv:1804.07461); recipes with their sources: models/encoders
-data      a folder of GLUE's own TSV files, the hub id nyu-mll/glue, or a folder of `datasets`
+data      a folder of GLUE's own TSV files, the Hugging Face hub id nyu-mll/glue, or a folder that
+          Hugging Face's `datasets` saved
 run       python -m train.glue tiny                                     a synthetic task: a minute
                                                                         on two CPU cores
           python -m train.glue full --data nyu-mll/glue --task mrpc     on a TPU VM
-result    of published checkpoints: not run yet (they cannot be had here); small real data:
-          docs/results.md
+result    of published checkpoints: not run yet (they could not be downloaded here); small real
+          data: docs/results.md
 """
 
 if __name__ == "__main__" and not __package__:  # by its path: the imports below are not found
@@ -44,18 +45,18 @@ from train.common.run import Run
 class Config:
     model: Literal[encoders.NAMES] = "bert"  # auto: the architecture of --checkpoint (docs/data.md)
     task: Literal[tuple(glue.TASKS)] = "mrpc"  # of GLUE
-    data: str = ""  # folder or URL of TSV files or of `datasets`, hub id, or "synthetic"
-    checkpoint: str = ""  # hub id, or folder with config, weights, tokenizer; "": the recipe's
+    data: str = ""  # folder or URL, of TSV or saved by HF datasets; HF hub id; or "synthetic"
+    checkpoint: str = ""  # HF hub id, or folder (config, weights, tokenizer); "": the recipe's
     pretrained: bool = True  # False: of --checkpoint only configuration and tokenizer; new weights
-    labels: str = ""  # classes in the order of the head of --checkpoint: a,b,…; if it has no names
+    labels: str = ""  # classes in the order of --checkpoint's head: a,b,…; where it names none
     lengths: tuple[int, ...] = (32, 64, 128)  # tokens: a compiled shape each; longer rows are cut
-    group_by_length: bool = False  # batches of like length: less padding, but they learn worse
+    group_by_length: bool = False  # batches of like length: less padding, but less accurate
     batch_size: int = 32  # sequences per update, over all devices
     update_every: int = 1  # gradient-accumulation steps: micro-batches that a batch is cut into
-    epochs: float | None = None  # passes over the data; None: the model's recipe, as for the next 3
-    lr: float | None = None  # peak learning rate
-    warmup: float | None = None  # share of the steps in which the rate rises; then it falls to 0
-    weight_decay: float | None = None  # of AdamW; not of biases and norms
+    epochs: float | None = None  # passes over the data; None: the model's recipe
+    lr: float | None = None  # peak learning rate; None: the recipe
+    warmup: float | None = None  # share of steps that lr rises in; then it falls to 0; None: recipe
+    weight_decay: float | None = None  # of AdamW; not of biases and norms; None: the recipe
     clip: float = 1.0  # largest norm of all gradients
     precision: Literal["bfloat16", "float32", "fast_float32"] = "bfloat16"  # train/common/device.py
     device: Literal["xla", "cpu", "cuda"] = "xla"  # xla: a TPU or XLA on CPUs; else plain PyTorch
@@ -74,14 +75,16 @@ class Config:
 
 TINY = Config(**cli.TRIAL, task="sst2", lengths=(16, 32), epochs=6, lr=2e-3, weight_decay=0.01)
 
-# Fields that a resumed run may change: these do not change the trained weights.
+# Fields that a resumed run may change: these do not change the trained weights. keep does not
+# either, but a run with another --keep is another run here.
 MAY_CHANGE = ("workers", "log_every", "save_every", "strict", "layout", "safe_forms")
-# Fields that the config.json of a resumed run must have: older runs ordered examples otherwise.
+# Fields that a resumed run's config.json must have. Before group_by_length existed, runs had
+# another order of examples.
 REQUIRED = ("group_by_length",)
 ADAM_EPS = 1e-6  # of BERT's and DistilBERT's code, and in RoBERTa's and XLNet's papers
 SYNTHETIC_WORDS = 400  # a trial's largest vocabulary
 SYNTHETIC_INIT = 0.05  # the spread of a trial's new weights
-ROWS_MULTIPLE = 8  # batches are laid out for 1 to 8 chips in the same way
+PACKING_PARTS = 8  # at least, see `build`: so 1, 2, 4 and 8 chips pack the same rows together
 
 
 class Data(NamedTuple):
@@ -113,7 +116,7 @@ def learning_rate(config: Config, step: int, total_steps: int) -> float:
 def validate(config: Config) -> Config:
     """Returns the config with the model's recipe where a field is None; raises InputError where a
     value is outside its range."""
-    recipe = encoders.record(config.model).fine_tuning
+    recipe = encoders.by_name(config.model).fine_tuning
     for name in ("epochs", "lr", "warmup", "weight_decay"):
         if getattr(config, name) is None:
             config = replace(config, **{name: getattr(recipe, name)})
@@ -163,7 +166,8 @@ def open_data(config: Config) -> Data:
         encoded[split] = glue.Encoded(examples, tokenizer, config.lengths[-1])
     train = encoded.pop("train")
 
-    head_message = classifier.head.said
+    head_message = classifier.head.message
+    # Of a pretrained encoder that never had a head: --lr 0 is allowed, but the user is told.
     if classifier.head.is_new and config.lr == 0:
         head_message += "; --lr 0 does not train it"
     return Data(train, encoded, classifier.model, tokenizer, head_message)
@@ -179,15 +183,15 @@ def _open_encoder(
     """
     if config.checkpoint:
         folder = files.local_folder(config.checkpoint)
-        compiled = config.device == "xla"
+        compiled = config.device == "xla"  # refuses architectures that no compiled step can run
         opened = encoder_files.open_checkpoint(folder, config.model, compiled=compiled)
         source = opened.source if config.pretrained else None
         return opened.config, opened.tokenizer, source
 
     sentences = [*train_texts.first, *(train_texts.second or [])]
-    kind = encoders.record(config.model).tokenizer
+    kind = encoders.by_name(config.model).tokenizer
     tokenizer = vocabulary.learn(sentences, kind, SYNTHETIC_WORDS)
-    settings = encoders.configuration(config.model, "tiny", tokenizer, config.lengths[-1])
+    settings = encoders.new_configuration(config.model, "tiny", tokenizer, config.lengths[-1])
     settings.initializer_range = SYNTHETIC_INIT
     return settings, tokenizer, None
 
@@ -198,8 +202,8 @@ def _open_classifier(
     """Returns the model with a head for the task's labels.
 
     Raises:
-        InputError: --lengths exceed its positions; or its head would be evaluated, with --lr 0,
-            though it says nothing before it is trained.
+        InputError: --lengths exceed its positions; or, with --lr 0, which trains nothing, its head
+            is one whose predictions mean nothing before it is trained.
     """
     labels = glue.TASKS[config.task].labels
     stated = heads.parse_labels(config.labels, labels) if config.labels else ()
@@ -209,8 +213,8 @@ def _open_classifier(
     if config.lengths[-1] > positions:
         longest = f"--lengths go up to {config.lengths[-1]}"
         raise InputError(f"{longest}; the model has {positions} positions")
-    if config.lr == 0 and classifier.head.untrained:
-        raise InputError(classifier.head.untrained)
+    if config.lr == 0 and classifier.head.refusal_at_lr_0:
+        raise InputError(classifier.head.refusal_at_lr_0)
     return classifier
 
 
@@ -225,6 +229,7 @@ def batch_plan(config: Config, examples: glue.Encoded, mesh: Mesh, train: bool) 
     if mesh.shapes_may_vary:
         lengths = range(1, config.lengths[-1] + 1)
     by_length = config.group_by_length or not train
+    # It draws at random where the loader gives it a generator, which an evaluation's does not.
     return batching.Shuffled(examples.lengths, config.batch_size, lengths, by_length)
 
 
@@ -247,16 +252,20 @@ def build(config: Config, data: Data, mesh: Mesh) -> State:
     The optimizer's state exists from the start: made in the first step, it would make the second
     step another graph.
     """
+    # For the whole process: how layers are written. Clamped attention weights compile to faster
+    # programs, but some versions of the TPU's compiler crash on them (docs/tpu.md).
     layers.use_forms(clamp_weights=not mesh.safe_forms)
-    # On TPUs short rows are packed together, within each of so many parts of a batch.
+    # On TPUs the encoder computes several short rows as one. Rows are joined within each of
+    # `packing_parts` equal parts of the batch only, so never with those of another device. 0: no
+    # rows are joined.
     packing_parts = 0
     if mesh.kind.startswith("TPU"):
-        packing_parts = math.lcm(ROWS_MULTIPLE, mesh.num_devices)
+        packing_parts = math.lcm(PACKING_PARTS, mesh.num_devices)
     model = encoder_layers.fast_layers(data.model, packing_parts=packing_parts)
     model = device.to_device(model, mesh, encoders.rules)
 
     groups = architectures.parameter_groups(model, config.weight_decay)
-    betas = (0.9, encoders.record(config.model).fine_tuning.beta2)
+    betas = (0.9, encoders.by_name(config.model).fine_tuning.beta2)
     # XLA has no foreach kernels.
     optimizer = torch.optim.AdamW(groups, config.lr, betas, ADAM_EPS, foreach=False)
     device.init_optimizer_state(optimizer, mesh)
@@ -266,11 +275,16 @@ def build(config: Config, data: Data, mesh: Mesh) -> State:
 def forward(
     state: State, batch: dict[str, Tensor], config: Config, mesh: Mesh
 ) -> dict[str, Tensor]:
-    """Returns sums over the examples of a batch or micro-batch, which has data/glue.py's entries;
-    padding does not count."""
+    """Returns sums over the examples of a batch or micro-batch of B rows: "loss", and "examples",
+    their number. Rows of padding do not count.
+
+    Args:
+        batch: "input_ids", "attention_mask" and "token_type_ids" [B, T]; "labels" [B]; and "mask"
+            [B], 0 for a row of padding.
+    """
     with mesh.autocast():
-        logits = classification.logits(state.model, batch)
-    losses = classification.losses(logits, batch["labels"])
+        logits = classification.compute_logits(state.model, batch)
+    losses = classification.compute_losses(logits, batch["labels"])
     return {"loss": (losses * batch["mask"]).sum(), "examples": batch["mask"].sum()}
 
 
@@ -296,7 +310,7 @@ def update(state: State, config: Config) -> dict[str, Tensor]:
 def eval_step(state: State, batch: dict[str, Tensor], config: Config, mesh: Mesh) -> Tensor:
     """Returns logits [B, labels], on all devices and so on all hosts."""
     with torch.no_grad(), mesh.autocast():
-        logits = classification.logits(state.model, batch)
+        logits = classification.compute_logits(state.model, batch)
     logits = logits.float()
     device.replicate(logits, mesh)
     return logits
@@ -308,7 +322,13 @@ def check_evaluation(data: Data, config: Config, mesh: Mesh) -> None:
     collate_fn = partial(collate, architectures.limits(data.model))
     for split, examples in data.eval.items():
         plan = batch_plan(config, examples, mesh, train=False)
-        loading.first_and_last(examples, plan, mesh, split=config.update_every, collate=collate_fn)
+        loading.first_and_last(
+            examples,
+            plan,
+            mesh,
+            split=config.update_every,  # micro-batches, as in training
+            collate=collate_fn,
+        )
         try:
             glue.score(config.task, examples.labels, examples.labels)
         except ValueError as error:
@@ -338,13 +358,10 @@ def evaluate(
             collate=collate_fn,
             workers=config.workers,
         )
-        logits_of_batch = {}
         with loader:
-            for number, batch in enumerate(loader):
-                logits_of_batch[str(number)] = eval_fn(state, batch, config, mesh)
+            logits_of_batches = [eval_fn(state, batch, config, mesh) for batch in loader]
+        logits = torch.cat(device.read(logits_of_batches))
 
-        on_host = checkpoint.to_host(logits_of_batch)
-        logits = torch.cat(list(on_host.values()))
         indices = evaluation_order(plan)
         is_example = indices >= 0  # the others are padding
         labels = torch.from_numpy(examples.labels[indices[is_example]])
@@ -360,10 +377,11 @@ def evaluation_order(plan: batching.Plan) -> np.ndarray:
     """Returns the index of the example in each row that an evaluation's loader yields, in its
     order; -1 for a row of padding.
 
-    The loader takes the batches as `plan.epoch(None)` has them, and cuts each into micro-batches
-    from its first row to its last.
+    The loader takes the batches as `plan.epoch(rng=None)` has them, and cuts each into
+    micro-batches from its first row to its last.
     """
-    return np.concatenate([indices for indices, _ in plan.epoch(None)])
+    batches = plan.epoch(rng=None)  # without a generator: the order of an evaluation
+    return np.concatenate([indices for indices, _ in batches])
 
 
 def task_metrics(task: str, logits: Tensor, labels: Tensor) -> dict[str, float]:
@@ -372,7 +390,7 @@ def task_metrics(task: str, logits: Tensor, labels: Tensor) -> dict[str, float]:
     is_regression = logits.shape[1] == 1
     predictions = logits[:, 0] if is_regression else logits.argmax(1)
     metrics = glue.score(task, predictions.numpy(), labels.numpy())
-    loss = classification.losses(logits, labels).sum() / len(labels)
+    loss = classification.compute_losses(logits, labels).sum() / len(labels)
     metrics["loss"] = loss.item()
     return metrics
 
@@ -395,8 +413,8 @@ def headline(config: Config, data: Data, plan: batching.Plan, total_steps: int) 
     examples = f"{len(data.train):,} examples ({cut})"
     lengths = "|".join(map(str, config.lengths))
     shapes = f"in batches of {config.batch_size} x {lengths} with {plan.padding:.1%} padding"
-    said = splits.said(data.train, *data.eval.values())
-    steps = f"{total_steps:,} steps ({config.epochs:g} epochs){said}"
+    sources = splits.said(data.train, *data.eval.values())
+    steps = f"{total_steps:,} steps ({config.epochs:g} epochs){sources}"
     return f"{config.model} on {config.task}: {examples} {shapes}, {steps}"
 
 
@@ -412,7 +430,7 @@ def main(config: Config) -> dict[str, float]:
         config.layout,
         safe_forms=config.safe_forms,
     )
-    varies = encoders.record(config.model).tokenizer in vocabulary.VARYING
+    varies = encoders.by_name(config.model).tokenizer in vocabulary.VARYING
     if mesh.process_count > 1 and varies and not config.checkpoint:
         # Each host would learn another vocabulary.
         trial = f"the trial of --model {config.model} is for one host"
@@ -449,8 +467,8 @@ def main(config: Config) -> dict[str, float]:
             forward, update, state, ("loss",), mesh, per="examples", max_graphs=shapes
         )
     else:
-        train_fn = accumulate.SeededStep(train_step, mesh, shapes)
-    eval_fn = device.compiled(eval_step, mesh, shapes)
+        train_fn = accumulate.SeededStep(train_step, mesh, max_graphs=shapes)
+    eval_fn = device.compiled(eval_step, mesh, max_graphs=shapes)
     state.model.train()
 
     def evaluation(step: int) -> dict[str, float]:

@@ -1,8 +1,11 @@
 """Pretraining of BERT, RoBERTa, XLNet and DistilBERT on plain text, each by its own objective.
 
-objectives  masked words for bert (with --next-sentence, --whole-words) and roberta; a permutation's
-            last sixth for xlnet; a teacher's words for distilbert: models/objectives.py.
-            fairseq-roberta: with fairseq's checkpoints
+objectives  models/objectives.py
+            bert        masked words, with --whole-words all pieces of a word or none;
+                        with --next-sentence also whether a row's second half follows its first
+            roberta     masked words; fairseq-roberta: with fairseq's checkpoints
+            xlnet       the last sixth of a random order of the tokens
+            distilbert  masked words, and its teacher's predictions of them
 data        a folder that `make data DATASET=text DATA=…` makes from text
 run         python -m train.pretrain tiny                      a small language: two minutes on two
                                                                CPU cores
@@ -40,16 +43,16 @@ class Config:
     model: Literal[encoders.PRETRAINED] = "bert"  # architecture, and with it the objective
     size: Literal[tuple(encoders.SIZES)] = "base"  # of a new model
     data: str = ""  # folder or URL that `make data DATASET=text` made, or "synthetic"
-    checkpoint: str = ""  # hub id or folder of a model to start from; "": a new one of --size
-    teacher: str = ""  # hub id or folder of the BERT that a DistilBERT learns from
+    checkpoint: str = ""  # HF hub id or folder of a model to start from; "": a new one of --size
+    teacher: str = ""  # HF hub id or folder of the BERT that a DistilBERT learns from
     predictions: int = 0  # predicted tokens per row, at most; 0: 16 % of the row, XLNet 17 %
     whole_words: bool = False  # all pieces of a word are masked, or none
-    next_sentence: bool = False  # bert: predicts, too, whether half a row follows the other half
+    next_sentence: bool = False  # bert: also predicts whether a row's 2nd half follows its 1st
     optimizer: Literal["adamw", "lamb"] = "adamw"  # lamb (You et al. 2020): for very large batches
-    batch_size: int | None = None  # rows per update, over all devices; None: the recipe, next 3 too
-    steps: int | None = None  # updates
-    lr: float | None = None  # peak learning rate; it falls linearly to 0
-    warmup_steps: int | None = None  # updates in which it rises
+    batch_size: int | None = None  # rows per update, over all devices; None: the model's recipe
+    steps: int | None = None  # updates; None: the recipe
+    lr: float | None = None  # peak learning rate; it falls linearly to 0; None: the recipe
+    warmup_steps: int | None = None  # updates in which it rises; None: the recipe
     update_every: int = 1  # gradient-accumulation steps: micro-batches that a batch is cut into
     precision: Literal["bfloat16", "float32", "fast_float32"] = "bfloat16"  # train/common/device.py
     device: Literal["xla", "cpu", "cuda"] = "xla"  # xla: a TPU or XLA on CPUs; else plain PyTorch
@@ -86,7 +89,8 @@ TINY = Config(
     eval_every=250,
 )
 
-# Fields that a resumed run may change: these do not change the trained weights.
+# Fields that a resumed run may change: these do not change the trained weights. keep does not
+# either, but a run with another --keep is another run here.
 MAY_CHANGE = ("workers", "log_every", "save_every", "strict", "layout", "safe_forms")
 ADAM_EPS = 1e-6  # of BERT's and DistilBERT's code, and in RoBERTa's and XLNet's papers
 SYNTHETIC_LENGTH = 32  # a trial's tokens per row
@@ -114,7 +118,7 @@ class State(NamedTuple):
 
 def recipe_of(config: Config) -> Pretraining:
     """Returns the published numbers for a model of this size."""
-    encoder = encoders.record(config.model)
+    encoder = encoders.by_name(config.model)
     return encoder.pretraining_of_size.get(config.size, encoder.pretraining)
 
 
@@ -138,11 +142,11 @@ def validate(config: Config) -> Config:
     cli.at_least(config, 0, "predictions", "lr", "warmup_steps", "save_every", "seed")
     cli.at_least(config, -1, "workers")
     cli.need_data(config, "a folder that `make data` made")
-    encoder = encoders.record(config.model)
+    encoder = encoders.by_name(config.model)
     if encoder.teacher and not config.teacher and config.data != "synthetic":
-        such_as = encoders.record(encoder.teacher).fine_tuning.checkpoint
+        such_as = encoders.by_name(encoder.teacher).fine_tuning.checkpoint
         raise InputError(f"--teacher is missing: give a folder or hub id, such as {such_as}")
-    if config.next_sentence and encoder.head.next_sentence is None:
+    if config.next_sentence and encoder.language_head.next_sentence_logits is None:
         raise InputError(f"--next-sentence is an objective of bert, not of {config.model}")
     return config
 
@@ -154,7 +158,7 @@ def open_data(config: Config) -> Data:
     model = _open_model(config, train)
 
     teacher = None
-    if encoders.record(config.model).teacher:
+    if encoders.by_name(config.model).teacher:
         folder = files.local_folder(config.teacher)
         open_teacher = objectives.of_encoder(config.model).open_teacher
         is_new = not config.checkpoint  # a new student begins with layers of its teacher
@@ -164,14 +168,15 @@ def open_data(config: Config) -> Data:
 
 
 def _open_rows(config: Config, split: str) -> Rows:
+    trial = (SYNTHETIC_LENGTH, config.seed)  # tokens per row and seed of synthetic text
     return pretraining.open_rows(
         config.data,
         split,
-        encoders.record(config.model).tokenizer,
+        encoders.by_name(config.model).tokenizer,
         config.predictions,
         config.whole_words,
         config.next_sentence,
-        trial=(SYNTHETIC_LENGTH, config.seed),
+        trial=trial,
     )
 
 
@@ -192,7 +197,7 @@ def _open_model(config: Config, rows: Rows) -> nn.Module:
         settings = opened.config
         source = opened.source
     else:
-        settings = encoders.configuration(config.model, config.size, tokenizer, length)
+        settings = encoders.new_configuration(config.model, config.size, tokenizer, length)
         if config.data == "synthetic":
             settings.initializer_range = SYNTHETIC_INIT
 
@@ -222,6 +227,8 @@ def build(config: Config, data: Data, mesh: Mesh) -> State:
     The optimizer's state exists from the start: made in the first step, it would make the second
     step another graph.
     """
+    # For the whole process: how layers are written. Clamped attention weights compile to faster
+    # programs, but some versions of the TPU's compiler crash on them (docs/tpu.md).
     layers.use_forms(clamp_weights=not mesh.safe_forms)
     model = encoder_layers.fast_layers(data.model)
     model = device.to_device(model, mesh, encoders.rules)
@@ -243,7 +250,7 @@ def make_optimizer(config: Config, model: nn.Module) -> torch.optim.Optimizer:
     # XLA has no foreach kernels.
     options = {"lr": config.lr, "betas": betas, "eps": ADAM_EPS, "foreach": False}
     if config.optimizer == "lamb":
-        # Without bias correction, as in the authors' code: the warm-up does its work.
+        # Without bias correction, as in the authors' code: the warm-up replaces it.
         return Lamb(groups, bias_correction=False, max_grad_norm=None, **options)
     return torch.optim.AdamW(groups, **options)
 
@@ -251,10 +258,15 @@ def make_optimizer(config: Config, model: nn.Module) -> torch.optim.Optimizer:
 def forward(
     state: State, batch: dict[str, Tensor], config: Config, mesh: Mesh
 ) -> dict[str, Tensor]:
-    """Returns the mean losses over a batch, which has data/pretraining.py's entries.
+    """Returns the mean losses over a batch or micro-batch.
 
-    A micro-batch's losses are divided by the counts of the whole batch, not by its own: so their
-    mean over the micro-batches is the loss of that batch.
+    A micro-batch's sums are divided by the whole batch's counts / update_every, not by its own
+    counts. So the mean over the micro-batches is the loss of the batch, though they have unequally
+    many predicted tokens.
+
+    Args:
+        batch: what MaskedText or PermutedText of data/pretraining.py lists for an example, with a
+            first dimension of B; in a micro-batch also `objectives.counts` of the whole batch.
     """
     with mesh.autocast():
         return objectives.losses(state.model, state.teacher, batch, config.update_every)
@@ -281,7 +293,8 @@ def update(state: State, config: Config) -> dict[str, Tensor]:
 def eval_step(
     state: State, batch: dict[str, Tensor], config: Config, mesh: Mesh
 ) -> dict[str, Tensor]:
-    """Returns sums over a batch, see models/objectives.py."""
+    """Returns sums over the rows of a batch, without padding: "loss" and "accuracy" over the
+    "predicted" tokens; with --next-sentence also "next_sentence_accuracy" over the "rows"."""
     with torch.no_grad(), mesh.autocast():
         return objectives.scores(state.model, batch)
 
@@ -294,13 +307,13 @@ def check_evaluation(data: Data, config: Config, mesh: Mesh) -> None:
         config.batch_size,
         mesh,
         seed=config.seed,
-        split=config.update_every,
+        split=config.update_every,  # micro-batches, as in training
         collate=partial(collate, architectures.limits(data.model)),
     )
     predicted = 0
     for batch in batches:
-        weights = batch["weights"] * batch["mask"][:, None]
-        predicted += int(weights.sum())
+        is_predicted = batch["weights"] * batch["mask"][:, None]
+        predicted += int(is_predicted.sum())
     if not device.over_hosts(mesh, predicted).total:
         rows = f"the first and last validation rows of {config.data}"
         raise InputError(f"no token of {rows} can be predicted")
@@ -350,7 +363,7 @@ def export(folder: str, state: State, data: Data, config: Config, mesh: Mesh) ->
         return
 
     tokenizer = data.train.text.tokenizer
-    write_folder = encoders.record(config.model).write_folder
+    write_folder = encoders.by_name(config.model).write_folder
 
     def save(local: str) -> None:
         encoder_files.save(local, state.model, weights, tokenizer, write_folder)
@@ -371,7 +384,7 @@ def with_teacher(config: Config, mesh: Mesh) -> Config:
     # The same flags find the same run again.
     fingerprint = zlib.crc32(repr(fixed_fields).encode())
     name = f"teacher-{fingerprint:08x}"
-    main(replace(config, model=encoders.record(config.model).teacher, name=name))
+    main(replace(config, model=encoders.by_name(config.model).teacher, name=name))
 
     device.over_hosts(mesh, 0)  # all hosts wait: the main process has now written the export
     device.graph_report(reset=True)  # the student's report does not count the teacher's graphs
@@ -384,9 +397,9 @@ def headline(config: Config, data: Data, steps_per_epoch: int) -> str:
     rows = f"{len(text):,} rows of {text.length} tokens, {data.train.predictions} predicted"
     parameters = f"{data.model.num_parameters():,} parameters"
     epochs = config.steps / steps_per_epoch
-    said = splits.said(text, data.eval.text)
-    updates = f"{config.steps:,} updates of {config.batch_size} rows ({epochs:.1f} epochs){said}"
-    return f"{config.model} on {config.data}: {rows}, {parameters}, {updates}"
+    sources = splits.said(text, data.eval.text)
+    length = f"{config.steps:,} updates of {config.batch_size} rows ({epochs:.1f} epochs){sources}"
+    return f"{config.model} on {config.data}: {rows}, {parameters}, {length}"
 
 
 def main(config: Config) -> dict[str, float]:
@@ -398,10 +411,10 @@ def main(config: Config) -> dict[str, float]:
         config.strict,
         config.device,
         config.layout,
-        vmem_kib=encoders.record(config.model).vmem_kib,
+        vmem_kib=encoders.by_name(config.model).vmem_kib,
         safe_forms=config.safe_forms,
     )
-    if encoders.record(config.model).teacher and not config.teacher:
+    if encoders.by_name(config.model).teacher and not config.teacher:
         config = with_teacher(config, mesh)
     data = open_data(config)
     steps_per_epoch = loading.steps_per_epoch(
@@ -425,7 +438,7 @@ def main(config: Config) -> dict[str, float]:
     state = build(config, data, mesh)
     start = run.resume(state.model, state.optimizer, examples=len(data.train), keep=config.keep)
     if config.update_every > 1:
-        means = ("loss", "words")  # train_step has "related" and "cosine", too
+        means = ("loss", "words")  # the losses that `forward` returns for every model
         train_fn = accumulate.AccumulatedStep(forward, update, state, means, mesh)
         count_rows = objectives.counts  # summed over a batch: what `forward` divides by
     else:

@@ -3,11 +3,13 @@
 paper     Deep Residual Learning, He et al. 2015 (arXiv:1512.03385); v1.5 as in torchvision
 recipe    Goyal et al. 2017 (arXiv:1706.02677): 90 epochs, learning rate 0.1 per 256 examples,
           5 epochs of warm-up, momentum 0.9, weight decay 1e-4, statistics of batch norm per worker,
-          each block's last norm at zero: 76.4 % top-1 at a batch of 256, 76.3 % at 8,192 (table 1).
+          the weight of each block's last batch norm starts at zero: 76.4 % top-1 at a batch of
+          256, 76.3 % at 8,192 (table 1).
           On top, from He et al. 2018 (arXiv:1812.01187, sections 3.1, 5.1, 5.2): no weight decay on
           norms and biases, cosine decay, label smoothing 0.1.
-data      ImageNet (1,281,167 images, 1,000 classes) as a tree of class folders, any `datasets` set
-          of images, or shards in a folder or a bucket (make data DATASET=images)
+data      ImageNet (1,281,167 images, 1,000 classes) as a tree of class folders, any images that
+          Hugging Face's `datasets` opens, or shards in a folder or a bucket
+          (make data DATASET=images)
 run       python -m train.resnet50 tiny                          synthetic data: half a minute on
                                                                  two CPU cores
           python -m train.resnet50 full --data /data/imagenet    on a TPU VM
@@ -32,7 +34,7 @@ from torch import Tensor, nn
 from data import imagenet, splits
 from errors import InputError
 from models import heads
-from models.resnet import Normalize, head_order, load_weights, resnet
+from models.resnet import Normalize, decide_head, load_weights, resnet
 from train.common import accumulate, checkpoint, cli, device, files, loading
 from train.common.mesh import WHOLE, Layout, Mesh
 from train.common.run import Run
@@ -40,10 +42,10 @@ from train.common.run import Run
 
 @dataclass(frozen=True)
 class Config:
-    data: str = ""  # folder of class folders, shards or `datasets`; URL; hub id; or "synthetic"
+    data: str = ""  # class folders, shards, or saved by HF datasets; URL; HF hub id; "synthetic"
     model: Literal["resnet50", "resnet101", "resnet152", "resnet_tiny"] = "resnet50"  # network
     weights: str = ""  # safetensors file to fine-tune; for other classes the head is new
-    labels: str = ""  # classes in the order of the head of --weights: a,b,…; if the file has none
+    labels: str = ""  # classes in the order of --weights' head: a,b,…; where the file names none
     image_size: int = 224  # pixels, square
     epochs: int = 90  # passes over the training data
     batch_size: int = 1024  # examples per update, over all devices
@@ -57,7 +59,7 @@ class Config:
     norm_groups: int = 0  # batch-norm groups per micro-batch; 0: one per device
     precision: Literal["bfloat16", "float32", "fast_float32"] = "bfloat16"  # train/common/device.py
     device: Literal["xla", "cpu", "cuda"] = "xla"  # xla: a TPU or XLA on CPUs; else plain PyTorch
-    layout: Layout = WHOLE  # --shard-state: docs/large_models.md; its other flags need layers
+    layout: Layout = WHOLE  # only --shard-state (docs/large_models.md) fits this model
     seed: int = 0  # of the initial weights, the order of the data and the augmentation
     workers: int = -1  # processes per host that decode images; -1: one per core, 0: none
     skip_broken: bool = False  # replace images that cannot be decoded, and count them; else stop
@@ -86,7 +88,9 @@ TINY = Config(
 
 # Fields that a resumed run may change: these do not change the trained weights.
 MAY_CHANGE = ("workers", "log_every", "save_every", "keep", "strict", "layout", "safe_forms")
-VMEM_KIB = 40_960  # of a TPU core for one fusion; libtpu gives less: docs/tpu/findings.md
+# The vector memory of a TPU core that one fusion may use. libtpu's default is less, which costs
+# cycles: docs/tpu/findings.md.
+VMEM_KIB = 40_960
 SYNTHETIC_CLASSES = 10
 SYNTHETIC_TRAIN = 2048  # images
 SYNTHETIC_EVAL = 500
@@ -143,17 +147,17 @@ def validate(config: Config) -> Config:
 
 def check_norm_groups(config: Config) -> None:
     """Raises InputError where the images of a micro-batch do not divide into --norm-groups."""
-    micro_batch = config.batch_size // config.update_every
+    micro_batch = config.batch_size // config.update_every  # steps_per_epoch refuses a remainder
     groups = config.norm_groups or 1  # 0 is one group per device, and there is at least one device
-    sizes = f"--batch-size {config.batch_size}, in --update-every {config.update_every},"
+    flags = f"--batch-size {config.batch_size}, in --update-every {config.update_every},"
     remedy = "raise the first, or lower the others"
     if micro_batch % groups:
-        raise InputError(f"{sizes} does not divide into {groups} --norm-groups; {remedy}")
+        raise InputError(f"{flags} does not divide into {groups} --norm-groups; {remedy}")
 
     # 32 pixels are a single one in the last layers: batch norm needs a second image there.
     if micro_batch == groups and config.image_size == 32:
         needed = f"{groups} --norm-groups of at least 2 images, which --image-size 32 needs"
-        raise InputError(f"{sizes} does not divide into {needed}; {remedy}")
+        raise InputError(f"{flags} does not divide into {needed}; {remedy}")
 
 
 def open_data(config: Config) -> Data:
@@ -180,14 +184,14 @@ def open_weights(
     """Returns the tensors of --weights, and what becomes of their head.
 
     Raises:
-        InputError: they cannot be read; or a head whose classes are unknown, or other ones, would
-            be evaluated without training.
+        InputError: the file cannot be read; or, with --lr 0, which trains nothing, the classes of
+            its head are unknown or not the data's.
     """
     weights, metadata = files.load_with_metadata(config.weights)
     stated = heads.parse_labels(config.labels, classes) if config.labels else ()
-    head = head_order(weights, metadata, classes, config.weights, stated)
-    if config.lr == 0 and head.untrained:
-        raise InputError(head.untrained)
+    head = decide_head(weights, metadata, classes, config.weights, stated)
+    if config.lr == 0 and head.refusal_at_lr_0:
+        raise InputError(head.refusal_at_lr_0)
     return weights, head
 
 
@@ -209,8 +213,8 @@ def build(config: Config, data: Data, mesh: Mesh) -> State:
     if config.weights:
         weights, head = open_weights(config, data.train.classes)
         load_weights(model, weights, config.weights, head)
-        if head.said and mesh.main_process:
-            print(head.said, flush=True)
+        if head.message and mesh.main_process:
+            print(head.message, flush=True)
 
     model = device.to_device(model, mesh)
     normalize = Normalize(imagenet.IMAGENET_MEAN, imagenet.IMAGENET_STD)
@@ -224,11 +228,11 @@ def build(config: Config, data: Data, mesh: Mesh) -> State:
 def make_optimizer(config: Config, model: nn.Module) -> torch.optim.Optimizer:
     """Returns SGD or LARS; norms and biases, which are vectors, have no weight decay (He et al.
     2018, section 3.1)."""
-    matrices = [parameter for parameter in model.parameters() if parameter.dim() > 1]
-    vectors = [parameter for parameter in model.parameters() if parameter.dim() == 1]
+    decayed = [parameter for parameter in model.parameters() if parameter.dim() > 1]
+    not_decayed = [parameter for parameter in model.parameters() if parameter.dim() == 1]
     groups = [
-        {"params": matrices, "weight_decay": config.weight_decay},
-        {"params": vectors, "weight_decay": 0.0},
+        {"params": decayed, "weight_decay": config.weight_decay},
+        {"params": not_decayed, "weight_decay": 0.0},
     ]
     # XLA has no foreach kernels.
     options = {"lr": config.lr, "momentum": config.momentum, "foreach": False}
@@ -315,7 +319,11 @@ def check_evaluation(data: Data, config: Config, mesh: Mesh) -> None:
     """Reads the first and the last images that are evaluated; raises InputError where an evaluation
     would."""
     batches = loading.first_and_last(
-        data.eval, config.batch_size, mesh, split=config.update_every, workers=config.workers
+        data.eval,
+        config.batch_size,
+        mesh,
+        split=config.update_every,  # micro-batches, as in training
+        workers=config.workers,
     )
     decoded = 0
     for batch in batches:
@@ -368,8 +376,8 @@ def evaluate(
 def export(folder: str, state: State, data: Data, config: Config, mesh: Mesh) -> None:
     """Writes model.safetensors for `load_state_dict` of torchvision's model; its metadata names the
     classes and how an image is prepared (docs/exports.md)."""
-    # Parameters as they lie on the device. A state_dict has torchvision's shapes, which would be
-    # new tensors there; the model on the host makes them.
+    # state_dict() converts parameters to torchvision's shapes. On the device that would compile a
+    # program, so the parameters are fetched as they are, and a model on the host converts them.
     tensors = dict(state.model.named_parameters())
     tensors |= dict(state.model.named_buffers())
     weights = checkpoint.to_host(tensors, mesh.layers, mesh.main_process)
@@ -407,7 +415,8 @@ def main(config: Config) -> dict[str, float]:
     kind = "synthetic" if config.data == "synthetic" else "images"
     size = f"{images} images of {len(data.train.classes)} classes"
     length = f"{config.epochs} epochs of {steps_per_epoch} steps of {config.batch_size}"
-    headline = f"{config.model} on {config.data}: {size}, {length}{splits.said(*data)}"
+    sources = splits.said(*data)
+    headline = f"{config.model} on {config.data}: {size}, {length}{sources}"
     check_evaluation(data, config, mesh)
     run = Run(
         config,

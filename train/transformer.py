@@ -8,8 +8,8 @@ recipes   base    Vaswani et al., tables 2 and 3: 25,000 source and target token
                   28.6 sacreBLEU on newstest2014 (Ott)
           wmt18   fairseq examples/backtranslation, without its synthetic data;
                   29.0 sacreBLEU on newstest2017
-          tpu     base with the two shapes of Google's TPU tutorial for fairseq, 64 and 32 tokens on
-                  eight cores
+          tpu     base with the two shapes of Google's TPU tutorial for fairseq: on eight cores
+                  2,048 rows of 64 tokens and 4,096 rows of 32
 data      a folder that `make data DATASET=wmt18 DATA=…` makes from text, or fairseq-preprocess
 run       python -m train.transformer tiny                       a synthetic language: a minute on
                                                                  two CPU cores
@@ -54,8 +54,8 @@ class Config:
     dropout: float = 0.1  # of embeddings and of each sub-layer's output
     weights: str = ""  # checkpoint of fairseq or of an export; it must fit arch and dictionaries
     lengths: tuple[int, ...] = ()  # tokens of a sentence, a compiled shape each; (): from the data
-    batch_tokens: int = 26_624  # tokens of a batch on either side, in rows of L: batch_tokens / L
-    pack: bool = True  # several pairs in a row of the longest of `lengths`; else a shape per length
+    batch_tokens: int = 26_624  # per batch and side; a batch of length L has batch_tokens / L rows
+    pack: bool = True  # several pairs per row, of the longest length; else one, a shape per length
     update_every: int = 1  # gradient-accumulation steps: batches per update
     updates: int = 100_000  # updates of the weights
     lr: float = 7e-4  # peak learning rate
@@ -64,7 +64,7 @@ class Config:
     beam: int = 4  # hypotheses per sentence in evaluation
     length_penalty: float = 0.6  # exponent of the length that divides a hypothesis' log-probability
     bleu_tokenizer: Literal["", *TOKENIZERS] = ""  # sacrebleu's --tokenize; "": by language
-    pieces: Literal["", *PIECES] = ""  # a dictionary's symbols; "": by their marks, ▁ or @@
+    pieces: Literal["", *PIECES] = ""  # how symbols make words; "": seen from their marks, ▁ or @@
     precision: Literal["bfloat16", "float32", "fast_float32"] = "bfloat16"  # train/common/device.py
     device: Literal["xla", "cpu", "cuda"] = "xla"  # xla: a TPU or XLA on CPUs; else plain PyTorch
     layout: Layout = WHOLE  # --mesh, --shard-state, --remat: docs/large_models.md
@@ -110,11 +110,13 @@ TINY = Config(
 # Fields that a resumed run may change: these do not change the trained weights. save_every and keep
 # do: they choose the checkpoints whose mean is exported.
 MAY_CHANGE = ("workers", "log_every", "strict", "layout", "safe_forms")
-# Of a TPU core's vector memory for one fusion, as v6e gives; others give less: docs/tpu/findings.md
+# The vector memory of a TPU core that one fusion may use: v6e's default, set on other TPUs, too,
+# whose default is less (docs/tpu/findings.md).
 VMEM_KIB = 32_768
-# The devices on which the gradient of the logits is written to memory once, and not computed again
-# in each product that takes it: 9 % fewer cycles there, more elsewhere (docs/tpu/findings.md).
-LOGIT_GRADIENT_WRITTEN_ON = "TPU v6 lite"
+# v6e. The two products that take the gradient of the logits read it from memory there. On other
+# TPUs each computes it again. That is 9 % fewer cycles on v6e, and would be more on the others
+# (docs/tpu/findings.md).
+LOGIT_GRADIENT_STORED_ON = "TPU v6 lite"
 ADAM = {"betas": (0.9, 0.98), "eps": 1e-8}  # as in fairseq's recipes
 WARMUP_INIT_LR = 1e-7  # likewise
 LARGEST_EXPONENT = 700  # math.exp of more overflows
@@ -202,7 +204,7 @@ def check_dictionaries(config: Config, data: Data) -> list[str]:
             their_word = _word(their_line)
             our_word = _word(our_line)
             if their_word != our_word:
-                what = f"--weights {config.weights} has another dictionary"
+                what = f"--weights {config.weights} has a different dictionary"
                 where = f"line {number} of {path} is {their_word!r}, of {config.data} {our_word!r}"
                 raise InputError(f"{what}: {where}; give weights or data of the same dictionary")
     return not_found
@@ -223,6 +225,8 @@ def build(config: Config, data: Data, mesh: Mesh) -> State:
         InputError: --share-embeddings does not fit the dictionaries; or --weights do not fit the
             model or the dictionaries.
     """
+    # For the whole process: how layers are written. Clamped attention weights compile to faster
+    # programs, but some versions of the TPU's compiler crash on them (docs/tpu.md).
     layers.use_forms(clamp_weights=not mesh.safe_forms)
     source = data.train.source_dictionary
     target = data.train.target_dictionary
@@ -262,7 +266,9 @@ def forward(
         batch: "source" [B, S], "previous" and "target" [B, T]; and "source_segment" [B, S] and
             "target_segment" [B, T] where several pairs are packed into a row.
     """
-    # On TPUs short rows are packed together, within each of so many parts of a batch.
+    # On TPUs attention computes several short rows as one. (--pack is something else: it puts
+    # several pairs into one row.) Rows are joined within each of `packing_parts` equal parts of the
+    # batch only, so never with those of another device. 0: no rows are joined.
     packing_parts = 0
     if mesh.kind.startswith("TPU"):
         packing_parts = math.lcm(translate.ROWS_MULTIPLE, mesh.num_devices)
@@ -274,8 +280,8 @@ def forward(
             batch.get("target_segment"),
             packing_parts=packing_parts,
         )
-    written = mesh.kind == LOGIT_GRADIENT_WRITTEN_ON
-    return label_smoothed_loss(logits, batch["target"], config.label_smoothing, written)
+    store_gradient = mesh.kind == LOGIT_GRADIENT_STORED_ON
+    return label_smoothed_loss(logits, batch["target"], config.label_smoothing, store_gradient)
 
 
 def train_step(
@@ -313,8 +319,8 @@ def eval_plan(pairs: wmt.TranslationPairs, config: Config, mesh: Mesh) -> batchi
 
 
 def check_evaluation(data: Data, config: Config, mesh: Mesh) -> None:
-    """Reads the first and the last sentences of each split that is evaluated, and makes what
-    computes its BLEU; raises InputError where an evaluation would."""
+    """Reads the first and the last sentences of each split that is evaluated, and constructs its
+    Bleu; raises InputError where an evaluation would."""
     notes = []
     for pairs in data.eval.values():
         loading.first_and_last(pairs, eval_plan(pairs, config, mesh), mesh)
@@ -454,8 +460,8 @@ def headline(
     batches = f"in batches of {shapes} with {plan.padding:.1%} padding"
     updates = f"{config.updates:,} updates of {tokens_per_update:,} target tokens"
     epochs = config.updates * config.update_every / batches_per_epoch
-    said = splits.said(data.train, *data.eval.values())
-    length = f"{updates} ({epochs:.1f} epochs){said}"
+    sources = splits.said(data.train, *data.eval.values())
+    length = f"{updates} ({epochs:.1f} epochs){sources}"
     return f"{config.arch} on {config.data}: {pairs}, {batches}, {length}"
 
 
@@ -508,8 +514,8 @@ def main(config: Config) -> dict[str, float]:
             forward, update, state, ("loss", "nll"), mesh, per="tokens", max_graphs=shapes
         )
     else:
-        train_fn = accumulate.SeededStep(train_step, mesh, shapes)
-    eval_fn = device.compiled(eval_step, mesh, translate.MAX_SHAPES)
+        train_fn = accumulate.SeededStep(train_step, mesh, max_graphs=shapes)
+    eval_fn = device.compiled(eval_step, mesh, max_graphs=translate.MAX_SHAPES)
     translator = translate.Translator(state.model, mesh, config)
     state.model.train()
 
@@ -520,7 +526,8 @@ def main(config: Config) -> dict[str, float]:
             metrics = evaluate(eval_fn, translator, state, valid, config, mesh)
         run.evaluation(step, **metrics)
 
-    # A batch of the plan is a micro-batch here: an update has several whole ones.
+    # A batch of the plan is a micro-batch here: an update has --update-every whole ones, so start
+    # and stop count micro-batches.
     loader = loading.parallel_loader(
         data.train,
         plan,

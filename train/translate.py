@@ -4,7 +4,8 @@ model     the export of train/transformer.py (runs/<name>/export), or a folder w
           fairseq as model.pt and dict.<language>.txt of both languages
 run       make translate MODEL_DIR=runs/<name>/export < in.en > out.de
           python -m train.translate text --model-dir runs/<name>/export < in.en > out.de
-Python    load(folder, mesh) makes the model; Translator(model, mesh, config)(text) translates
+Python    model, codec = load(folder, mesh)
+          translations = Translator(model, mesh, config)(codec.sentences(lines))
 """
 
 if __name__ == "__main__" and not __package__:  # by its path: the imports below are not found
@@ -30,7 +31,7 @@ from data.fairseq_format import PIECES
 from errors import InputError
 from models import beam_search, fairseq, layers
 from models.transformer import PAD, Transformer
-from train.common import checkpoint, cli, device, files, loading
+from train.common import cli, device, files, loading
 from train.common.mesh import Mesh
 
 
@@ -43,19 +44,20 @@ class Config:
     length_penalty: float = 0.6  # exponent of the length that divides a hypothesis' log-probability
     precision: Literal["bfloat16", "float32", "fast_float32"] = "bfloat16"  # train/common/device.py
     device: Literal["xla", "cpu", "cuda"] = "xla"  # xla: a TPU or XLA on CPUs; else plain PyTorch
-    pieces: Literal["", *PIECES] = ""  # a dictionary's symbols; "": by the export or their marks
+    pieces: Literal["", *PIECES] = ""  # how symbols make words; "": by the export, else by marks
     workers: int = 0  # processes that make batches
     strict: bool = True  # a recompilation or a host fall-back stops the run
     safe_forms: bool = False  # slower forms for a TPU whose compiler crashes: docs/tpu.md
 
 
-# A translation has at most a * (source tokens) + b words.
+# A translation has at most a * (source tokens) + b tokens, without EOS.
 MAX_LENGTH_A = 1.2
 MAX_LENGTH_B = 10
-# Batches divide by it and by the devices: on 1, 2, 4 and 8 devices they are the same.
+# The rows of a batch are a multiple of this and of the number of devices. So batches are the same
+# on 1, 2, 4 and 8 devices.
 ROWS_MULTIPLE = 8
-# Of a training plan without --lengths.
-AUTO_SHAPES = 4
+# The shapes of training batches that are chosen by the data where --lengths is empty.
+AUTO_SHAPES = 4  # at most
 AUTO_LONGEST = 256  # tokens; longer pairs do not count when the shapes are chosen
 DEFAULT_LENGTH = 32  # tokens of the shortest evaluation batches without --lengths
 UNKNOWN_SHARE = 0.2  # of the words of an input: above it a warning says so
@@ -65,7 +67,7 @@ SPLIT_WORDS = ("char", "spm", "flores101", "flores200")  # sacrebleu's tokenizer
 MAX_SHAPES = 16
 
 
-def rows(batch_tokens: int, length: int, devices: int = 1) -> int:
+def rows_per_batch(batch_tokens: int, length: int, devices: int = 1) -> int:
     """Returns the rows of a batch of sentences of this length."""
     multiple = math.lcm(ROWS_MULTIPLE, devices)
     return max(batch_tokens // length // multiple, 1) * multiple
@@ -85,13 +87,15 @@ def training_plan(
         if not len(usual):
             none = f"{config.data} has no pair of at most {AUTO_LONGEST} tokens a side"
             raise InputError(f"{none}; give --lengths")
-        any_number = 2**30  # of tokens in a batch: only the lengths are asked for
-        proposed = packing.propose_shapes(usual, any_number, AUTO_SHAPES)
+        # propose_shapes also proposes rows, from the tokens of a batch. They are not used.
+        tokens_unused = 2**30
+        proposed = packing.propose_shapes(usual, tokens_unused, AUTO_SHAPES)
         lengths = [length for _, length, _ in proposed]
 
     shapes = []
     for length in lengths:
-        shapes.append((rows(config.batch_tokens, length, devices), length, length))
+        rows = rows_per_batch(config.batch_tokens, length, devices)
+        shapes.append((rows, length, length))
     if config.pack:
         return packing.pack(pairs.lengths, shapes[-1], config.seed)
     return batching.Buckets(pairs.lengths, shapes)
@@ -114,8 +118,8 @@ def evaluation_plan(
         batch_tokens: token positions of a batch on each side.
         max_positions: tokens of a sentence that the model takes.
         split: what the sentences are, for messages.
-        numbers: of the sentences in what the user gave, from 0, for messages; by default their
-            order.
+        numbers: each sentence's line in the user's input, from 0, for messages; by default its
+            index.
     Raises:
         InputError: a sentence is longer than the model's positions.
     """
@@ -138,10 +142,10 @@ def evaluation_plan(
         sentences = int(((longest > shorter) & (longest <= size)).sum())
         if not sentences:
             continue
-        # Few sentences need no more rows than they are.
+        # A length that few sentences have gets a smaller batch.
         enough = math.ceil(sentences / multiple) * multiple
-        batch = min(rows(batch_tokens, size, mesh.num_devices), enough)
-        shapes.append((batch, *[size] * sides))
+        rows = min(rows_per_batch(batch_tokens, size, mesh.num_devices), enough)
+        shapes.append((rows, *([size] * sides)))
     return batching.Buckets(lengths, shapes)
 
 
@@ -163,7 +167,7 @@ class Translator:
 
             body = partial(beam_search.step, model, length_penalty=config.length_penalty)
             self._loop = WhileLoop(body, model)
-        self._step = device.compiled(self.translate_step, mesh, MAX_SHAPES)
+        self._step = device.compiled(self.translate_step, mesh, max_graphs=MAX_SHAPES)
 
     def translate_step(self, model: Transformer, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         """Returns the best hypothesis of each row of batch["source"] [B, S], on all devices and so
@@ -192,9 +196,8 @@ class Translator:
     def __call__(self, sentences: Any, unknown_word: str = "<unk>") -> list[str]:
         """Returns the translations of sentences, a data set of data/wmt.py, in its order.
 
-        An empty sentence has an empty translation. It is in no batch, so that the others are
-        translated as without it. `unknown_word` is written for words that are not in the
-        dictionary.
+        An empty sentence has an empty translation. It is in no batch, so it cannot change the
+        others. `unknown_word` is written for words that are not in the dictionary.
         """
         lines = [""] * len(sentences)
         filled = np.flatnonzero(sentences.lengths[:, 0] > 1)  # those with more than EOS
@@ -217,16 +220,14 @@ class Translator:
         loader = loading.parallel_loader(
             sentences, plan, self.mesh, train=False, workers=self.config.workers
         )
-        tokens_of_batch = {}
         with loader:
-            for number, batch in enumerate(loader):
-                tokens_of_batch[str(number)] = self._step(self.model, batch)["tokens"]
+            tokens_on_device = [self._step(self.model, batch)["tokens"] for batch in loader]
         self.model.train(was_training)
 
-        on_host = checkpoint.to_host(tokens_of_batch)
-        for number, (indices, _) in enumerate(plan.epoch(None)):  # in the loader's order
-            tokens = on_host[str(number)].numpy()
-            for index, ids in zip(indices.tolist(), tokens, strict=True):
+        tokens_of_batches = device.read(tokens_on_device)
+        batches = plan.epoch(rng=None)  # without a generator: in the loader's order
+        for tokens, (indices, _) in zip(tokens_of_batches, batches, strict=True):
+            for index, ids in zip(indices.tolist(), tokens.numpy(), strict=True):
                 if index >= 0:  # not a row of padding
                     lines[filled[index]] = decode(ids, unknown_word)
         return lines
@@ -236,15 +237,15 @@ class Bleu:
     """sacrebleu's BLEU of a split's translations, with the tokenizer of its target language or
     another.
 
-    Unknown words are written as fairseq's training writes them (`_inference_with_bleu` of its
-    translation task): those of a translation and those of a reference are words that match nothing.
+    Unknown words become two different symbols in a translation and in a reference, so that they
+    never match, as in fairseq's training (`_inference_with_bleu` of its translation task).
+
+    The constructor raises InputError where BLEU cannot be computed: construct one before step 1.
 
     Attributes:
         references: the split's target sentences.
         unknown_word: what a translation has for a word that is not in the dictionary.
         notes: what the user should know of the tokenizer and the references, a sentence each.
-
-    Raises InputError where it cannot be computed: call it before step 1.
     """
 
     def __init__(self, pairs: wmt.TranslationPairs, tokenizer: str = ""):
@@ -263,13 +264,13 @@ class Bleu:
         if lacking:
             some = f"{lacking:,} of {len(self.references):,} references of the split {pairs.split}"
             path = f"{pairs.split}.{pairs.target_language}"
-            whole = f"BLEU is of the whole text where that lies in the folder as {path}"
-            self.notes.append(f"{some} have unknown words, which match nothing; {whole}")
+            remedy = f"put the original text into the folder as {path} for BLEU on it"
+            self.notes.append(f"{some} have unknown words, which match nothing; {remedy}")
         self._metric = _open_metric(scoring, pairs.target_language, self.references[:1])
 
     @property
     def signature(self) -> str:
-        """sacrebleu's, which says how the number was computed."""
+        """sacrebleu's signature: how the number was computed."""
         return str(self._metric.get_signature())
 
     def __call__(self, hypotheses: list[str], mesh: Mesh) -> float:
@@ -302,16 +303,16 @@ def _open_metric(scoring: languages.Scoring, language: str, sample: list[str]) -
         metric.corpus_score(sample, [sample])
     except unusable as error:
         what = f"BLEU of the target language {language} cannot be computed"
-        said = " ".join(str(error).split())
-        why = f"the tokenizer {scoring.tokenizer} says {said!r}"
+        reason = " ".join(str(error).split())
+        why = f"the tokenizer {scoring.tokenizer} says {reason!r}"
         remedy = "install what is missing, or give --bleu-tokenizer char for BLEU of characters"
         raise InputError(f"{what}: {why}; {remedy}") from error
     return metric
 
 
 def load(folder: str, mesh: Mesh, pieces: str = "") -> tuple[Transformer, wmt.Codec]:
-    """Returns (model on the device, what turns text into its tokens and back) from an export or
-    files of fairseq.
+    """Returns the model, on the device, and the codec, which turns text into its tokens and back,
+    of an export or of files of fairseq.
 
     Args:
         folder: path or URL.
@@ -319,6 +320,8 @@ def load(folder: str, mesh: Mesh, pieces: str = "") -> tuple[Transformer, wmt.Co
     Raises:
         InputError: files are missing, or do not belong together.
     """
+    # For the whole process: how layers are written. Clamped attention weights compile to faster
+    # programs, but some versions of the TPU's compiler crash on them (docs/tpu.md).
     layers.use_forms(clamp_weights=not mesh.safe_forms)
     path = f"{folder.rstrip('/')}/model.pt"
     settings, weights = fairseq.read_checkpoint(files.read_file(path), path)
@@ -331,14 +334,14 @@ def load(folder: str, mesh: Mesh, pieces: str = "") -> tuple[Transformer, wmt.Co
     pieces = pieces or settings.get("pieces", "")
     if pieces not in PIECES:  # of another version's export
         pieces = ""
-    text = wmt.Codec(files.local_folder(folder), source_language, target_language, pieces)
+    codec = wmt.Codec(files.local_folder(folder), source_language, target_language, pieces)
     model = Transformer(
         fairseq.architecture(settings, weights, path),
-        len(text.source_dictionary),
-        len(text.target_dictionary),
+        len(codec.source_dictionary),
+        len(codec.target_dictionary),
     )
     fairseq.load_weights(model, weights, path)
-    return device.to_device(model, mesh).eval(), text
+    return device.to_device(model, mesh).eval(), codec
 
 
 def validate(config: Config) -> None:
@@ -382,14 +385,16 @@ def main(config: Config) -> None:
     mesh = device.setup(
         0, config.precision, config.strict, config.device, safe_forms=config.safe_forms
     )
-    model, text = load(config.model_dir, mesh, config.pieces)
-    _ = text.pieces  # refuses, before anything is read, a dictionary whose pieces are not known
+    model, codec = load(config.model_dir, mesh, config.pieces)
+    # The property raises InputError where the dictionary does not show what its pieces are: here
+    # before any input is read, else only after the translation.
+    _ = codec.pieces
 
-    sentences = text.sentences(read_input(mesh))
+    sentences = codec.sentences(read_input(mesh))
     if sentences.unknown_share > UNKNOWN_SHARE and mesh.main_process:
         share = f"{sentences.unknown_share:.0%} of the words of the input are not in the dictionary"
         reason = ""
-        if not text.tokenizer:
+        if not codec.tokenizer:
             reason = ": the folder has no tokenizer, so lines must be split as its text was"
         print(f"warning: {share}{reason}", file=sys.stderr, flush=True)
 

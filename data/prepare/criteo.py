@@ -50,10 +50,12 @@ FIRST = 2
 
 DAYS = [f"day_{day}" for day in range(24)]
 
-# Text of one parsed file: the most work that a kill costs, and what a worker holds in memory.
+# Text of a chunk, which becomes one file: the most work that a kill costs, and what a worker holds
+# in memory.
 CHUNK_BYTES = 64 << 20
-# Text parsed at once. Larger pieces leave the processor's caches and are 3 times slower.
-PIECE_BYTES = 4 << 20
+# Text of a block, which is parsed at once. Larger ones leave the processor's caches and are 3 times
+# slower.
+BLOCK_BYTES = 4 << 20
 MAX_LINE = 1 << 20  # bytes; a file with a longer line is no table
 MERGED_AT_LEAST = 1 << 20  # values counted in chunks before they are merged into the vocabulary
 
@@ -248,16 +250,19 @@ def _parse_categories(columns: list[pa.Array]) -> tuple[np.ndarray, np.ndarray, 
     missing = np.zeros(rows, np.uint32)
     bad = np.zeros(rows, bool)
     for feature, strings in enumerate(columns):
-        there = strings.is_valid().to_numpy(zero_copy_only=False)
-        values, strange = _hexadecimal(strings, there)
-        sparse[feature, there] = values
-        bad[np.flatnonzero(there)[strange]] = True
-        missing |= (~there).astype(np.uint32) << np.uint32(feature)
+        is_there = strings.is_valid().to_numpy(zero_copy_only=False)
+        values, strange = _hexadecimal(strings, is_there)
+        sparse[feature, is_there] = values
+        bad[np.flatnonzero(is_there)[strange]] = True
+        missing |= (~is_there).astype(np.uint32) << np.uint32(feature)
     return sparse, missing, bad
 
 
-def _hexadecimal(strings: pa.Array, there: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Parses the m strings that are `there`, bool [n], as hexadecimal numbers.
+def _hexadecimal(strings: pa.Array, is_there: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Parses strings as hexadecimal numbers.
+
+    Args:
+        is_there: bool [n], which of the strings are not null; m of them are parsed.
 
     Returns: the numbers, uint32 [m]; and bool [m], which strings are not 1 to 8 hexadecimal digits.
         The number of such a string means nothing.
@@ -265,7 +270,7 @@ def _hexadecimal(strings: pa.Array, there: np.ndarray) -> tuple[np.ndarray, np.n
     _, offsets, characters = strings.buffers()
     offsets = np.frombuffer(offsets, np.int32, len(strings) + 1, strings.offset * 4)
     characters = np.frombuffer(characters or b"", np.uint8)[offsets[0] : offsets[-1]]
-    lengths = np.diff(offsets)[there]
+    lengths = np.diff(offsets)[is_there]
     strange = lengths > 8
     is_digit = _IS_HEXADECIMAL[characters]
 
@@ -291,10 +296,10 @@ _IS_HEXADECIMAL = np.isin(np.arange(256), list(b"0123456789abcdefABCDEF"))
 # Reading in chunks
 
 
-def _pieces(file: BinaryIO, size: int, name: str) -> Iterator[bytes]:
-    """Yields whole lines, about PIECE_BYTES at once, until at least `size` bytes are read."""
+def _blocks(file: BinaryIO, size: int, name: str) -> Iterator[bytes]:
+    """Yields blocks of whole lines, about BLOCK_BYTES, until at least `size` bytes are read."""
     while size > 0:
-        text = file.read(min(size, PIECE_BYTES))
+        text = file.read(min(size, BLOCK_BYTES))
         if not text:
             return
         if not text.endswith(b"\n"):
@@ -312,15 +317,15 @@ def _read_line(file: BinaryIO, name: str) -> bytes:
     return line
 
 
-def _save_chunk(pieces: Iterator[bytes], path: Path) -> None:
-    """Parses the pieces into one .npz file."""
+def _save_chunk(blocks: Iterator[bytes], path: Path) -> None:
+    """Parses the blocks of a chunk into one .npz file."""
     parsed = []
     lines = 0
     bad = 0
-    first_bad = -1
+    first_bad = -1  # line of the chunk, from 0; -1: there is none
     why = ""
-    for piece in pieces:
-        rows = parse(piece)
+    for block in blocks:
+        rows = parse(block)
         if rows.bad and first_bad < 0:
             first_bad = lines + rows.first_bad
             why = rows.why
@@ -344,36 +349,42 @@ def _save_chunk(pieces: Iterator[bytes], path: Path) -> None:
 
 
 def _parse_range(path: Path, start: int, stop: int, chunk: Path) -> None:
-    """Parses the lines that begin in bytes [start, stop) of a plain file."""
+    """Parses the lines that begin in bytes [start, stop) of a plain file, into the file `chunk`."""
     with open(path, "rb") as file:
         if start > 0:
             # Skips the rest of the line before; only its "\n" if a line begins at `start`.
             file.seek(start - 1)
             _read_line(file, str(path))
-        pieces = _pieces(file, stop - file.tell(), str(path))
-        _save_chunk(pieces, chunk)
+        blocks = _blocks(file, stop - file.tell(), str(path))
+        _save_chunk(blocks, chunk)
 
 
 def _parse_gz(path: Path, parts: Path, source: int, chunk_bytes: int, count: Path) -> None:
-    """Parses a gz file into as many chunks as it needs, then writes their number to `count`.
+    """Parses a .gz file into as many chunks as it needs, then writes their number to `count`.
 
     Chunks that are already there are only decompressed.
+
+    Args:
+        parts: folder of the chunks.
+        source: number of the file among all text files.
+        count: file for the number of chunks.
     """
     number = 0
     with pipeline.reading_gz(path), gzip.open(path, "rb") as file:
         while file.peek(1):
-            pieces = _pieces(file, chunk_bytes, str(path))
+            blocks = _blocks(file, chunk_bytes, str(path))
             chunk = _chunk_path(parts, source, number)
             if chunk.exists():
-                for _ in pieces:
+                for _ in blocks:
                     pass
             else:
-                _save_chunk(pieces, chunk)
+                _save_chunk(blocks, chunk)
             number += 1
     write_json(count, {"chunks": number})
 
 
 def _chunk_path(parts: Path, source: int, number: int) -> Path:
+    """Returns the path of a chunk of the text file with the number `source`."""
     return parts / f"{source:02d}-{number:06d}.npz"
 
 
@@ -404,7 +415,7 @@ def _count(
     Args:
         chunks: those that begin before `boundary`.
         threshold: values with a smaller count are left out: they are RARE.
-        max_rows: of the table. The rows of more frequent values are then shared by the others.
+        max_rows: of the table. Values beyond it share the rows of more frequent ones.
     """
     tally = _count_values(feature, chunks, boundary)
     frequent = tally.counts >= threshold
@@ -432,10 +443,12 @@ def _count_values(feature: int, chunks: list[Chunk], boundary: int) -> Tally:
     waiting = []
     waiting_values = 0
     for chunk in chunks:
-        rows = boundary - chunk.offset
+        rows = boundary - chunk.offset  # more than it has, for all chunks but the last
         arrays = map_npz(chunk.path)
-        there = (arrays["missing"][:rows] >> np.uint32(feature)) & 1 == 0
-        of_chunk = Tally(*np.unique(arrays["sparse"][feature, :rows][there], return_counts=True))
+        is_missing = (arrays["missing"][:rows] >> np.uint32(feature)) & 1
+        seen = arrays["sparse"][feature, :rows][is_missing == 0]
+        values, counts = np.unique(seen, return_counts=True)
+        of_chunk = Tally(values, counts)
         waiting.append(of_chunk)
         waiting_values += len(of_chunk.values)
         if waiting_values >= max(len(tally.values), MERGED_AT_LEAST):
@@ -457,13 +470,14 @@ def _merge(tallies: list[Tally]) -> Tally:
     order = np.argsort(values, kind="stable")
     values = values[order]
     counts = counts[order]
+    # Where a value differs from the one before it; the first one from any other value.
     other_than_first = values[:1] ^ 1
     firsts = np.flatnonzero(np.diff(values, prepend=other_than_first))
     return Tally(values[firsts], np.add.reduceat(counts, firsts))
 
 
-def _write(chunk: Chunk, boundary: int, out: Path, hash_rows: int, mark: Path) -> None:
-    """Writes the rows of a chunk, ids for values, into the arrays; then creates the file `mark`.
+def _write(chunk: Chunk, boundary: int, out: Path, hash_rows: int, written: Path) -> None:
+    """Writes the rows of a chunk into the arrays, ids for values; then creates the file `written`.
 
     The rows before `boundary` are for training, the others for evaluation.
     """
@@ -475,7 +489,7 @@ def _write(chunk: Chunk, boundary: int, out: Path, hash_rows: int, mark: Path) -
     for name, array in arrays.items():
         _write_rows(out / f"train_{name}.npy", chunk.offset, array[:train_rows])
         _write_rows(out / f"eval_{name}.npy", first_eval_row, array[train_rows:])
-    mark.touch()
+    written.touch()
 
 
 def _ids(parsed: dict[str, np.ndarray], out: Path, hash_rows: int) -> np.ndarray:
@@ -510,6 +524,7 @@ def _write_rows(path: Path, first: int, rows: np.ndarray) -> None:
 
 
 def _vocabulary_path(out: Path, feature: int) -> Path:
+    """Returns the path of a feature's vocabulary; Criteo calls its features C1 to C26."""
     return out / f"vocabulary_C{feature + 1}.npz"
 
 
@@ -559,9 +574,11 @@ def find_sources(data: str | Path) -> Texts:
         what = f"{data} has neither train.txt nor day_0 to day_23 (plain or .gz)"
         raise InputError(f"{what}; found {found}")
 
+    evaluation = []
     name = splits.named(texts, "valid", str(folder))
-    evaluation = [texts[name]] if name else []
-    if not evaluation and len(train) > 1:
+    if name:
+        evaluation = [texts[name]]
+    elif len(train) > 1:
         evaluation = [train.pop()]
 
     left_out = []
@@ -572,6 +589,7 @@ def find_sources(data: str | Path) -> Texts:
 
 def _texts_in(folder: Path) -> dict[str, Path]:
     """Returns a folder's text files by their names without .txt and .gz; plain rather than .gz."""
+    # Compressed files come first, so that a plain one replaces its compressed twin.
     texts = {}
     for path in sorted(folder.iterdir(), key=lambda path: path.suffix.lower() != ".gz"):
         ending = TEXT.search(path.name)
@@ -599,11 +617,11 @@ def _left_out(folder: Path, candidates: list[Path], read: list[Path]) -> list[st
     """
     left_out = [path for path in candidates if path not in read]
 
-    known = {*read, *left_out}
-    packed = {path.with_name(f"{path.name}.gz") for path in known}  # not read beside a plain one
-    known |= packed
+    ignored = {*read, *left_out}
+    for path in (*read, *left_out):
+        ignored.add(path.with_name(f"{path.name}.gz"))  # not read beside a plain one
     for path in sorted(folder.iterdir()):
-        if path in known or path.name.startswith(".") or is_leftover(path.name):
+        if path in ignored or path.name.startswith(".") or is_leftover(path.name):
             continue
         says_split = splits.says_split(Path(path.name)) or path.name.startswith("day_")
         if says_split and not splits.made_by_make(path):
@@ -633,7 +651,7 @@ def _check_head(path: Path, bad_rows: float) -> None:
 
 
 def _first_lines(path: Path, most: int) -> list[bytes]:
-    """Returns the first lines of a plain or .gz file, at most so many."""
+    """Returns the first lines of a plain or .gz file, at most `most`."""
     open_file = gzip.open if path.suffix.lower() == ".gz" else open
     lines = []
     try:
@@ -673,14 +691,14 @@ def prepare(data: str | Path, out: str | Path = "", workers: int = 1, **flags) -
     print(splits.sentence(found.read_from()), flush=True)
     texts = found.train + found.evaluation
     job = _open_preparation(flags, found)
-    report = job.finished()
+    report = job.finished_report()
     if report:
         _check_malformed(report["malformed"], flags.bad_rows)
         return report
     for path in texts:
         _check_head(path, flags.bad_rows)
 
-    chunk_bytes = job.begin("chunk_bytes", CHUNK_BYTES)
+    chunk_bytes = job.begin_with_piece_size("chunk_bytes", CHUNK_BYTES)
     parsed = _parse_all(job, texts, chunk_bytes)
     malformed_rows = _malformed_rows(texts, parsed)
     _check_malformed(malformed_rows, flags.bad_rows)
@@ -854,8 +872,8 @@ def _write_all(
 
     tasks = []
     for chunk in chunks:
-        mark = chunk.path.with_suffix(".written")
-        tasks.append((chunk, boundary, job.out, flags.hash_rows, mark))
+        written = chunk.path.with_suffix(".written")
+        tasks.append((chunk, boundary, job.out, flags.hash_rows, written))
     job.run(_write, tasks, "writing arrays")
 
 

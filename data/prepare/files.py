@@ -10,12 +10,12 @@ from typing import BinaryIO
 
 from errors import InputError
 
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # what a disk says that takes no more
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # the errors of a full disk
 
 
 @contextlib.contextmanager
 def whole(path: Path) -> Iterator[BinaryIO]:
-    """Opens a file for writing that gets its name only when it is finished.
+    """Opens a file for writing under another name; renames it when it is finished.
 
     Raises InputError for a full disk.
     """

@@ -53,7 +53,7 @@ class Flags:
 
 
 def _select(images: Images, rows: np.ndarray) -> Images:
-    """Returns these images alone: what a worker process is sent."""
+    """Returns a data set of these images alone: so a worker process is sent no others."""
     selected = copy.copy(images)
     if isinstance(images, ImageFolder):
         selected._names = images._names.take(pa.array(rows))
@@ -139,11 +139,11 @@ def prepare(data: str | Path, out: str | Path = "", workers: int = 1, **flags) -
     for name, images in opened.items():
         sources.append({"name": f"{name}, {_checksum(images)}", "rows": len(images)})
     job = Preparation(flags, sources, report=INDEX, version=1)
-    report = job.finished()
+    report = job.finished_report()
     if report:
         return report
 
-    shard_bytes = job.begin("shard_bytes", SHARD_BYTES)
+    shard_bytes = job.begin_with_piece_size("shard_bytes", SHARD_BYTES)
     notes = {}
     tasks = []
     for name, images in opened.items():
@@ -169,29 +169,36 @@ def prepare(data: str | Path, out: str | Path = "", workers: int = 1, **flags) -
 
 
 def _divide(images: Images, name: str, seed: int, shard_bytes: int) -> list[np.ndarray]:
-    """Returns the rows of each shard of about `shard_bytes`; those of "train" in random order."""
+    """Returns the rows of each shard of about `shard_bytes`; those of "train" in random order.
+
+    The number of shards follows from the mean size of SAMPLED images.
+    """
     order = np.random.default_rng(seed).permutation(len(images))
     sizes = []
     for index in order[:SAMPLED].tolist():
         encoded, _, _ = images._read(index)
         sizes.append(len(encoded))
-    shards = max(1, round(len(images) * np.mean(sizes) / shard_bytes))
+    total_bytes = len(images) * np.mean(sizes)
+    shards = max(1, round(total_bytes / shard_bytes))
+
     if name != "train":
         order = np.arange(len(images))
     return np.array_split(order, min(shards, len(images)))
 
 
 def _checksum(images: Images) -> str:
-    """Returns what changes with the names, the labels and the order of images."""
+    """Returns a hash of the labels and, in a folder, the names of images in their order."""
     if isinstance(images, ImageFolder):
         labels = images._labels
-        names = images._names.buffers()[1:]
+        name_buffers = images._names.buffers()[1:]  # offsets and characters
     else:
         labels = np.array(images._rows[images._label])
-        names = []
-    content = [memoryview(np.ascontiguousarray(labels))]
-    content += [memoryview(buffer) for buffer in names]
-    return hashlib.sha256(b"".join(content)).hexdigest()[:8]
+        name_buffers = []
+
+    content = hashlib.sha256(np.ascontiguousarray(labels))
+    for buffer in name_buffers:
+        content.update(buffer)
+    return content.hexdigest()[:8]
 
 
 def _summary(report: dict) -> None:

@@ -4,8 +4,8 @@ A preparation turns the user's files into a folder that training reads. Its pass
 tasks, and each task leaves a file that is whole or not there. The same command resumes a killed
 preparation: it runs the tasks whose files are missing. Besides the result, the folder has
 
-    parts/       the files of the passes, deleted at the end; plan.json holds flags, sources and the
-                 size of chunks
+    parts/       the files of the passes, deleted at the end; plan.json holds flags, sources and how
+                 large a piece of work is
     report.json  the plan and the figures of the result, written last
 
 Files are known by their names and sizes: after a change that keeps the size, delete the folder. The
@@ -16,6 +16,7 @@ import contextlib
 import dataclasses
 import glob
 import gzip
+import itertools
 import multiprocessing
 import os
 import re
@@ -36,7 +37,8 @@ from data.prepare.files import read_json, whole, write_json
 from data.remote import cache_folder, find_files, local_copy, open_store, retried
 from errors import InputError
 
-# What is uploaded last, in this order. All but prepared.json say that a preparation has ended.
+# What is uploaded last, in this order. Each of them says that a preparation has ended; but after
+# prepared.json, which is not yet the end, COMPLETE follows.
 LAST = ("prepared.json", "report.json", "shards.json", "COMPLETE")
 UPLOADS = 8  # files uploaded at once
 UNFINISHED = "parts/unfinished"  # marks a URL whose upload has not ended
@@ -95,10 +97,11 @@ class Preparation:
         """Seconds since this call began, which may have resumed another."""
         return round(time.monotonic() - self._began, 1)
 
-    def finished(self) -> dict | None:
-        """Returns the report of a finished preparation, else None.
+    def finished_report(self) -> dict | None:
+        """Returns the report of a preparation that is already finished, else None.
 
-        Raises InputError if its plan was another.
+        Of a finished one, what a killed call has left in `parts` is deleted. Raises InputError if
+        its plan was another.
         """
         if not self._complete.exists():
             return None
@@ -108,12 +111,17 @@ class Preparation:
         print(f"{self.out} is already prepared", flush=True)
         return report
 
-    def begin(self, name: str, size: int) -> int:
+    def begin_with_piece_size(self, name: str, size: int) -> int:
         """Creates the folder, or resumes an unfinished preparation.
 
-        Returns the size of chunks: `size`, or what the first call noted as `name`, since chunks
-        stay as they are cut. Raises InputError if the folder cannot be written or the unfinished
-        preparation had another plan.
+        Args:
+            name: of the size in plan.json.
+            size: how large a piece of work is, in a new preparation.
+
+        Returns: the size of pieces, which is that of the first call: a resumed preparation has
+            pieces that were cut by it.
+        Raises InputError: the folder cannot be written, or the unfinished preparation had another
+            plan.
         """
         path = self.parts / "plan.json"
         try:
@@ -147,8 +155,12 @@ class Preparation:
     def run(self, function: Callable, tasks: list[tuple], what: str) -> None:
         """Calls function(*task) for the tasks that are not done, in processes if there are several.
 
-        The last item of a task is the path of the file that it leaves. The first exception stops
-        all tasks.
+        The first exception stops all tasks.
+
+        Args:
+            tasks: the last item of each is the path of the file that it leaves. A task whose file
+                is there is done.
+            what: name of the pass, for the progress bar.
         """
         tasks = [task for task in tasks if not task[-1].exists()]
         with tqdm(total=len(tasks), desc=what, disable=None) as bar:
@@ -172,13 +184,13 @@ class Preparation:
                 pool.shutdown(wait=True, cancel_futures=True)
                 raise
 
-    def unpack(self, copies: dict[Path, Path]) -> dict[Path, Path]:
-        """Unpacks the user's .gz files, each to the place of its copy.
+    def decompress(self, copies: dict[Path, Path]) -> dict[Path, Path]:
+        """Decompresses the user's .gz files.
 
         Args:
-            copies: the user's files, plain and .gz, each with where its copy would be.
+            copies: the user's files, plain and .gz -> the path of a decompressed copy.
 
-        Returns: the user's files, each with itself if it is plain, else with its copy.
+        Returns: the user's files -> plain ones: itself for a plain file, else its copy.
         """
         plain = {}
         tasks = []
@@ -188,7 +200,7 @@ class Preparation:
                 tasks.append((path, copy))
             else:
                 plain[path] = path
-        self.run(_unpack, tasks, "unpacking")
+        self.run(_decompress, tasks, "unpacking")
         return plain
 
     def finish(self, figures: dict) -> dict:
@@ -228,7 +240,7 @@ def _source_and_size(source: dict) -> str:
 
 
 def _start_worker() -> None:
-    """Ends a worker with its parent, even a killed one, and keeps its tokenizers to one core."""
+    """Ends the worker when its parent ends, even by SIGKILL; keeps its tokenizers to one core."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # there is a worker per core
 
     def watch():
@@ -247,10 +259,10 @@ def reading_gz(path: Path) -> Iterator[None]:
         raise InputError(f"{path} cannot be decompressed: {error}; fetch it again") from error
 
 
-def _unpack(path: Path, plain: Path) -> None:
+def _decompress(path: Path, plain: Path) -> None:
     """Writes what is in a .gz file as a plain one."""
-    with reading_gz(path), gzip.open(path, "rb") as packed, whole(plain) as file:
-        shutil.copyfileobj(packed, file, 1 << 20)
+    with reading_gz(path), gzip.open(path, "rb") as compressed, whole(plain) as file:
+        shutil.copyfileobj(compressed, file, 1 << 20)
 
 
 def save_arrays(path: Path, **arrays) -> None:
@@ -262,7 +274,7 @@ def save_arrays(path: Path, **arrays) -> None:
 def load_array(path: Path, name: str) -> np.ndarray:
     """Returns an array of an .npz file in memory.
 
-    It is not memory-mapped: the maps of hundreds of chunks would be as many open files.
+    It is not memory-mapped: the maps of hundreds of pieces would be as many open files.
     """
     with np.load(path) as arrays:
         return arrays[name]
@@ -294,11 +306,17 @@ def read_text(path: Path | str, name: str, start: int, stop: int) -> str:
 
 @dataclasses.dataclass
 class Splits:
-    """Splits of a data set of `datasets`."""
+    """Splits of a data set of `datasets`.
 
-    # By split, which is train, valid or test.
-    rows: dict[str, "datasets.Dataset"] = dataclasses.field(default_factory=dict)  # noqa: F821
-    # What the data set calls them, as a report says it.
+    Attributes:
+        datasets_by_split: by train, valid and test.
+        names: what the data set calls each of these splits, as a report says it.
+        left_out: its other splits, as a report says it.
+    """
+
+    datasets_by_split: dict[str, "datasets.Dataset"] = dataclasses.field(  # noqa: F821
+        default_factory=dict
+    )
     names: dict[str, list[str]] = dataclasses.field(default_factory=dict)
     left_out: list[str] = dataclasses.field(default_factory=list)
 
@@ -306,7 +324,7 @@ class Splits:
 def load_splits(
     data: str,
     expected: str,
-    arguments: Callable[[Path], Sequence[str]],
+    load_arguments: Callable[[Path], Sequence[str]],
     required: Sequence[str],
     optional: str,
 ) -> Splits:
@@ -314,13 +332,15 @@ def load_splits(
 
     Args:
         expected: the text files that the program also reads, for messages.
-        arguments: returns what load_dataset is called with, besides folders of save_to_disk.
-        required, optional: splits that must be and that may be there: train, valid or test.
+        load_arguments: returns what load_dataset is called with for the folder `data`, which may
+            not exist. It is not called for a folder of save_to_disk.
+        required: splits that must be there, of train, valid and test.
+        optional: a split that may be there.
 
     Raises InputError if there is no such folder or data set, or a required split is missing.
     """
     _check_loadable(data, expected)
-    found = _load(data, arguments)
+    found = _load(data, load_arguments)
 
     names = {}
     for split in (*required, optional):
@@ -336,7 +356,7 @@ def load_splits(
 
     loaded = Splits()
     for split, name in names.items():
-        loaded.rows[split] = found[name]
+        loaded.datasets_by_split[split] = found[name]
         loaded.names[split] = [f"its split {name}"]
     for name in found:
         if name not in names.values():
@@ -369,7 +389,7 @@ def _is_saved_split(folder: Path) -> bool:
     return (folder / "dataset_info.json").exists()
 
 
-def _load(data: str, arguments: Callable[[Path], Sequence[str]]) -> dict:
+def _load(data: str, load_arguments: Callable[[Path], Sequence[str]]) -> dict:
     """Returns the splits of a data set by their names; see `load_splits`."""
     import datasets  # takes two seconds, and text files do not need it
 
@@ -379,7 +399,7 @@ def _load(data: str, arguments: Callable[[Path], Sequence[str]]) -> dict:
             return datasets.load_from_disk(str(folder))
         if _is_saved_split(folder):
             return {"train": datasets.load_from_disk(str(folder))}
-        return datasets.load_dataset(*arguments(folder))
+        return datasets.load_dataset(*load_arguments(folder))
     except InputError:
         raise
     except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
@@ -404,8 +424,8 @@ def prepare_urls(prepare: Callable[..., dict], data: str, out: str, **flags) -> 
     """Prepares data at a path or a URL for a result at a path or a URL; returns the report.
 
     Data at a URL is copied to the local disk first. A result for a URL is prepared on the local
-    disk, where a killed call resumes, and then uploaded, whole or not there: the files of LAST come
-    when all others are there.
+    disk, where a killed call resumes, and then uploaded. The files of LAST come when all others are
+    there: so the result counts as whole or as not there.
     """
     if "://" in data and not out:
         what = f"{data} is a URL"
@@ -446,12 +466,16 @@ def _fetch_reports(out: str, folder: Path) -> bool:
                 continue
             raise
         os.replace(partial, folder / name)
-        is_finished |= name != "prepared.json"  # which COMPLETE follows
+        if name != "prepared.json":  # which is not yet the end, see LAST
+            is_finished = True
     return is_finished
 
 
 def _begin_upload(out: str) -> None:
-    """Marks a URL as not finished: where nothing can be written, now is better than in an hour."""
+    """Marks a URL as not finished.
+
+    Where nothing can be written, this fails now and not after an hour of preparation.
+    """
     fs, root = open_store(out)
     stop = threading.Event()
     content = b"give the same `make data` command again"
@@ -462,7 +486,7 @@ def _begin_upload(out: str) -> None:
 def _made_at(url: str) -> list[str]:
     """Returns the patterns that leave out what `make data` has made below a URL.
 
-    Its plans and reports tell; a path that is no URL has none.
+    They are found by their plans and reports. Returns [] for a local path.
     """
     if "://" not in url:
         return []
@@ -487,15 +511,6 @@ def _made_at(url: str) -> list[str]:
 def _upload(folder: Path, out: str) -> None:
     """Uploads a prepared folder: the files of LAST when all others are there whole."""
     fs, root = open_store(out)
-    stop = threading.Event()
-
-    def put(path: Path) -> None:
-        name = path.relative_to(folder)
-        to = f"{root}/{name}"
-        parent, _, _ = to.rpartition("/")
-        retried(out, stop, fs.makedirs, parent, exist_ok=True)
-        retried(f"{out}/{name}", stop, fs.put_file, str(path), to)
-
     last = [folder / name for name in LAST if (folder / name).exists()]
     first = []
     for path in sorted(folder.rglob("*")):
@@ -503,12 +518,14 @@ def _upload(folder: Path, out: str) -> None:
             first.append(path)
     print(f"uploading {len(first) + len(last)} files to {out}", flush=True)
 
-    with ThreadPoolExecutor(UPLOADS) as pool:
-        try:
-            list(pool.map(put, first))
-        finally:
-            stop.set()
-            pool.shutdown(cancel_futures=True)
+    def upload(path: Path, stop: threading.Event) -> None:
+        name = path.relative_to(folder)
+        target = f"{root}/{name}"
+        parent, _, _ = target.rpartition("/")
+        retried(out, stop, fs.makedirs, parent, exist_ok=True)
+        retried(f"{out}/{name}", stop, fs.put_file, str(path), target)
+
+    _upload_at_once(upload, first)
     stored = find_files(out)
     for path in first:
         name = str(path.relative_to(folder))
@@ -516,19 +533,29 @@ def _upload(folder: Path, out: str) -> None:
             what = f"{out} did not take {path} whole"
             raise InputError(f"{what}; give the same `make data` command again")
 
-    stop.clear()
     for path in last:
-        put(path)
-    # Who may not delete leaves it: beside the report it means nothing.
+        upload(path, threading.Event())
+    # Without the right to delete it stays: beside a report it has no effect.
     with contextlib.suppress(Exception):
         fs.rm_file(f"{root}/{UNFINISHED}")
+
+
+def _upload_at_once(upload: Callable[[Path, threading.Event], None], paths: list[Path]) -> None:
+    """Uploads files, UPLOADS at a time; the first error stops all, by the event of `upload`."""
+    stop = threading.Event()
+    with ThreadPoolExecutor(UPLOADS) as pool:
+        try:
+            list(pool.map(upload, paths, itertools.repeat(stop)))
+        finally:
+            stop.set()
+            pool.shutdown(cancel_futures=True)
 
 
 # The command line
 
 
 def main(
-    flags: type,
+    flags_type: type,
     prepare: Callable[..., dict],
     summary: Callable[[dict], None],
     arguments: Sequence[str] | None,
@@ -536,14 +563,20 @@ def main(
     """Runs a program: reads its command line, prepares, prints a summary.
 
     An InputError is printed as one line, and the exit code is 2.
+
+    Args:
+        flags_type: the program's dataclass of flags.
+        prepare: takes them, and returns the report.
+        summary: prints a report.
+        arguments: of the command line; None: those of the process.
     """
     import tyro
 
-    module = flags.__module__
+    module = flags_type.__module__
     spec = getattr(sys.modules["__main__"], "__spec__", None)
     if module == "__main__" and spec:
         module = spec.name
-    parsed = tyro.cli(flags, args=arguments, prog=f"python -m {module}")
+    parsed = tyro.cli(flags_type, args=arguments, prog=f"python -m {module}")
     try:
         report = prepare_urls(prepare, **dataclasses.asdict(parsed))
     except InputError as error:

@@ -17,16 +17,17 @@ copies of a document are on the same side.
 The result has the layout that data/text.py reads.
 
 Sentences. A line is cut after . ! ? … (and quotes and brackets that close) where a space follows,
-and then a capital letter or a digit, perhaps after an opening quote or bracket; but not after a
-single capital (J. Smith) nor after Mr Mrs Ms Dr St Prof vs etc. 。！？ end a sentence without a
-space. This rule is cheap and sometimes wrong, which does little harm: a row is made of consecutive
-sentences, and a wrong border only moves where a row or its second segment may begin.
+and then, perhaps after an opening quote or bracket, a digit or a letter that is none of a-z à-ö
+ø-ÿ: a capital, but also a lower-case letter such as ß, č or one of Greek or Cyrillic. It is not cut
+after a single capital (J. Smith) nor after Mr Mrs Ms Dr St Prof vs etc. 。！？ end a sentence
+without a space. This rule is cheap and sometimes wrong, which does little harm: a row is made of
+consecutive sentences, and a wrong border only moves where a row or its second segment may begin.
 
 Tokens. Special tokens in the text are text: "[SEP]" is five characters. The space before a sentence
 is kept, since byte-level encoding tells words by it; the first sentence of a line has none.
 
-Rows are packed from pieces of about 8 MB of text, each in one process; the last row of a piece is
-not full.
+Pieces. The text is cut into pieces of about 8 MB, each of which one process turns into rows; the
+last row of a piece is not full.
 """
 
 import dataclasses
@@ -57,17 +58,19 @@ ENCODED = 10_000  # sentences given to the tokenizer at once; its results take m
 VOCABULARIES = {"bert": 30_522, "distilbert": 30_522, "roberta": 50_265, "xlnet": 32_000}
 SPLITS = ("train", "valid")
 OFFSETS = ("rows", "row_sentences")  # those of ARRAYS that begin with 0 and have one entry more
-# What is counted in each piece, and in this order in its file.
+# What is counted in each piece, in the order in which its file has the numbers.
 COUNTS = ("documents", "empty_sentences", "sentences", "cut_sentences", "unknown")
 
 BLANK = re.compile(rb"\n[ \t\r\f\v]*\n")
 ABBREVIATIONS = ("[A-Z]", "Mr", "Mrs", "Ms", "Dr", "St", "Prof", "vs", "etc")
 NO_ABBREVIATION = "".join(rf"(?<!\b{word})" for word in ABBREVIATIONS)
-# [^\W_a-zà-öø-ÿ] are digits and all letters but lower-case ones.
-END = re.compile(
-    rf"""{NO_ABBREVIATION}"""
-    r"""(?:[.!?…]+["'”’»)\]]*(?=\s+["'“‘«(\[¿¡]*[^\W_a-zà-öø-ÿ])|[。！？]+[」』”）]*)"""
-)
+# Signs that end a sentence, with the quotes and brackets that close.
+CLOSED = r"""[.!?…]+["'”’»)\]]*"""
+# What must follow: a space, perhaps quotes and brackets that open, and a digit or a letter that is
+# none of a-z à-ö ø-ÿ. Other lower-case letters (ß, č, Greek, Cyrillic) are not excluded.
+NEXT_STARTS = r"""(?=\s+["'“‘«(\[¿¡]*[^\W_a-zà-öø-ÿ])"""
+CJK_END = r"[。！？]+[」』”）]*"  # needs nothing after it
+END = re.compile(rf"{NO_ABBREVIATION}(?:{CLOSED}{NEXT_STARTS}|{CJK_END})")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,8 +96,8 @@ class Flags:
 
 
 @dataclasses.dataclass(frozen=True)
-class Stretch:
-    """A stretch of a plain text file, from the start of a document to the end of one."""
+class Span:
+    """Consecutive bytes of a plain text file, from the start of a document to the end of one."""
 
     path: str
     name: str  # for messages: the user's file
@@ -116,10 +119,10 @@ class Stretch:
             yield document
 
 
-def _documents(piece: list[Stretch]) -> Iterator[list[str]]:
-    """Yields the documents of a piece of text, see Stretch.documents."""
-    for stretch in piece:
-        yield from stretch.documents()
+def _documents(piece: list[Span]) -> Iterator[list[str]]:
+    """Yields the documents of a piece of text, see Span.documents."""
+    for span in piece:
+        yield from span.documents()
 
 
 def split_sentences(line: str) -> list[str]:
@@ -127,26 +130,26 @@ def split_sentences(line: str) -> list[str]:
 
     All sentences but the first keep one space in front, if there was any.
     """
-    parts = []
+    with_spaces = []
     start = 0
     for match in END.finditer(line):
-        parts.append(line[start : match.end()])
+        with_spaces.append(line[start : match.end()])
         start = match.end()
-    parts.append(line[start:])
+    with_spaces.append(line[start:])
 
     sentences = []
-    for part in parts:
-        sentence = part.strip()
+    for text in with_spaces:
+        sentence = text.strip()
         if sentence:
-            space = " " if part[0].isspace() else ""
+            space = " " if text[0].isspace() else ""
             sentences.append(space + sentence)
     return sentences
 
 
-def is_valid(document: Sequence[str], share: float) -> bool:
-    """Returns whether a document is in the share for validation."""
+def is_for_validation(document: Sequence[str], valid_share: float) -> bool:
+    """Returns whether a document is in the share for validation: a hash of its words decides."""
     words = " ".join(document).split()
-    return zlib.crc32(" ".join(words).encode()) < share * 2**32
+    return zlib.crc32(" ".join(words).encode()) < valid_share * 2**32
 
 
 # Finding the text
@@ -157,7 +160,7 @@ def find_files(data: Path) -> splits.Files:
     if data.is_file():
         return splits.Files(train=[data])
 
-    # Packed files come first, so that a plain one replaces its packed twin.
+    # Compressed files come first, so that a plain one replaces its compressed twin.
     found = splits.below(data, "*.txt", "*.txt.gz")
     found.sort(key=lambda path: path.suffix.lower() == ".txt")
     paths = {}
@@ -168,7 +171,7 @@ def find_files(data: Path) -> splits.Files:
         paths[name] = path
     files = splits.sort_files([paths[name] for name in sorted(paths)], data)
 
-    # Files of other endings are not read. Those that say a split, such as test.zip, are named.
+    # Files of other endings are not read. The report names those that say a split (test.zip).
     of_known_endings = splits.below(data, "*.txt.gz", "*.parquet")
     read = {*files.train, *files.valid, *files.left_out, *of_known_endings}
     for path in splits.below(data, "*"):
@@ -183,13 +186,13 @@ def load_rows(data: str, config: str, column: str) -> pipeline.Splits:
     Raises InputError if there is no such data set, split or column.
     """
 
-    def arguments(folder: Path) -> tuple[str, str | None]:
+    def load_arguments(folder: Path) -> tuple[str, str | None]:
         name = str(folder) if folder.is_dir() else data
         return name, config or None
 
     text = "text files (*.txt, *.txt.gz)"
-    found = pipeline.load_splits(data, text, arguments, ["train"], "valid")
-    for split, rows in found.rows.items():
+    found = pipeline.load_splits(data, text, load_arguments, ["train"], "valid")
+    for split, rows in found.datasets_by_split.items():
         if column not in rows.column_names:
             has = f"the columns {', '.join(rows.column_names)}"
             expected = f"expected a column {column}, or choose with --column"
@@ -207,8 +210,10 @@ def _dump(rows, column: str, plain: Path) -> None:
                 file.write(f"{document}\n\n".encode())
 
 
-def cut(paths: Sequence[tuple[Path, str]], piece_bytes: int) -> list[list[Stretch]]:
+def cut(paths: Sequence[tuple[Path, str]], piece_bytes: int) -> list[list[Span]]:
     """Cuts files into pieces of about `piece_bytes` that end with a document.
+
+    A piece may have the end of one file and the beginning of the next.
 
     Args:
         paths: the files, and their names for messages.
@@ -223,7 +228,7 @@ def cut(paths: Sequence[tuple[Path, str]], piece_bytes: int) -> list[list[Stretc
             while start < total:
                 earliest = start + piece_bytes - size
                 stop = min(_document_end(file, earliest), total)
-                piece.append(Stretch(str(path), name, start, stop))
+                piece.append(Span(str(path), name, start, stop))
                 size += stop - start
                 start = stop
                 if size >= piece_bytes:
@@ -235,22 +240,25 @@ def cut(paths: Sequence[tuple[Path, str]], piece_bytes: int) -> list[list[Stretc
     return pieces
 
 
-def _document_end(file: BinaryIO, start: int) -> int:
-    """Returns the first position from `start` on where a blank line has just ended.
+def _document_end(file: BinaryIO, earliest: int) -> int:
+    """Returns the first position from `earliest` on where a blank line has just ended.
 
     Without one, that is the end of the file.
     """
-    file.seek(start)
+    file.seek(earliest)
     data = b""
-    position = start  # of data[0]
+    position = earliest  # of data[0]
     while block := file.read(BLOCK_BYTES):
         data += block
         match = BLANK.search(data)
         if match:
             return position + match.end()
-        # The block may end within a blank line, which begins with the last line feed.
+
+        # Of this block only an unfinished blank line is kept for the next one: what follows the
+        # last line feed, if it is all spaces.
         kept_from = max(data.rfind(b"\n"), 0)
-        if data[kept_from:].strip():
+        is_blank = not data[kept_from:].strip()
+        if not is_blank:
             kept_from = len(data)
         data = data[kept_from:]
         position += kept_from
@@ -260,29 +268,30 @@ def _document_end(file: BinaryIO, start: int) -> int:
 # The vocabulary
 
 
-def _sampled(pieces: list[list[Stretch]], share: float, sample: int) -> Iterator[str]:
-    """Yields lines of the training documents, up to `sample` characters.
+def _sampled(pieces: list[list[Span]], valid_share: float, sample_characters: int) -> Iterator[str]:
+    """Yields lines of the training documents, up to `sample_characters` characters.
+
+    They are from all pieces, or from evenly spaced ones where the text is larger.
 
     Args:
-        share: of the documents that is for validation.
-
-    The lines are those of all pieces, or of evenly spaced ones where the text is larger.
+        valid_share: share of the documents that is for validation.
     """
-    total = 0
+    text_bytes = 0
     for piece in pieces:
-        for stretch in piece:
-            total += stretch.stop - stretch.start
-    spacing = max(1.0, total / sample)
-    chosen = {int(number) for number in np.arange(0, len(pieces), spacing)}
+        for span in piece:
+            text_bytes += span.stop - span.start
+    # As if each character had one byte: where many have more, fewer pieces are read than could be.
+    spacing = max(1.0, text_bytes / sample_characters)
+    chosen = np.unique(np.arange(0, len(pieces), spacing).astype(np.int64)).tolist()
 
     characters = 0
-    for number in sorted(chosen):
+    for number in chosen:
         for document in _documents(pieces[number]):
-            if is_valid(document, share):
+            if is_for_validation(document, valid_share):
                 continue
             for line in document:
                 characters += len(line)
-                if characters > sample:
+                if characters > sample_characters:
                     return
                 yield line
 
@@ -290,8 +299,9 @@ def _sampled(pieces: list[list[Stretch]], share: float, sample: int) -> Iterator
 def _open_tokenizer(name: str, kind: str):
     """Opens a tokenizer of the user's, which must suit the kind. Raises InputError."""
     folder = Path(name).expanduser()
+    name_or_path = str(folder) if folder.is_dir() else name
     try:
-        tokenizer = AutoTokenizer.from_pretrained(str(folder) if folder.is_dir() else name)
+        tokenizer = AutoTokenizer.from_pretrained(name_or_path)
     except Exception as error:  # transformers and tokenizers raise many types
         reason = str(error).partition("\n")[0]
         what = f"the tokenizer {name} cannot be opened: {reason}"
@@ -312,14 +322,22 @@ def _open_tokenizer(name: str, kind: str):
     return tokenizer
 
 
-def _make_tokenizer(flags: Flags, pieces: list[list[Stretch]], share: float, folder: Path) -> None:
-    """Saves the user's tokenizer, or one that it learns, to a folder that is whole or not there."""
+def _make_tokenizer(
+    flags: Flags, pieces: list[list[Span]], valid_share: float, folder: Path
+) -> None:
+    """Saves the user's tokenizer, or one that it learns, to a folder that is whole or not there.
+
+    Args:
+        pieces: of the training text.
+        valid_share: share of its documents that is for validation.
+    """
     if flags.tokenizer:
         tokenizer = _open_tokenizer(flags.tokenizer, flags.kind)
     else:
         print("learning a vocabulary", flush=True)
-        lines = _sampled(pieces, share, flags.sample)
+        lines = _sampled(pieces, valid_share, flags.sample)
         tokenizer = learn(lines, flags.kind, flags.vocab_size)
+
     partial = folder.with_name(f"tokenizer.{os.getpid()}.partial")
     tokenizer.save_pretrained(partial)
     os.replace(partial, folder)
@@ -338,8 +356,8 @@ class _Encoder:
 
     def __init__(self, folder: Path):
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-        # Special symbols in the text are text. This is a copy, since transformers would reset the
-        # flag.
+        # Special tokens in the text are text. The flag is set on a copy, since transformers would
+        # reset it.
         self._backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
         self._backend.encode_special_tokens = True
         self._backend.no_truncation()
@@ -352,61 +370,68 @@ class _Encoder:
 
     def encode(self, sentences: list[str]) -> tuple[np.ndarray, np.ndarray]:
         """Returns the tokens of all sentences, one after another, and how many each has, int64."""
-        tokens = [np.empty(0, self.dtype)]
-        sizes = [np.empty(0, np.int64)]
+        batches_of_tokens = [np.empty(0, self.dtype)]
+        batches_of_sizes = [np.empty(0, np.int64)]
         for start in range(0, len(sentences), ENCODED):
             batch = sentences[start : start + ENCODED]
             encoded = self._backend.encode_batch_fast(batch, add_special_tokens=False)
             ids = [sentence.ids for sentence in encoded]
-            batch_sizes = np.fromiter(map(len, ids), np.int64, len(ids))
+            sizes = np.fromiter(map(len, ids), np.int64, len(ids))
             flat = itertools.chain.from_iterable(ids)
-            tokens.append(np.fromiter(flat, self.dtype, int(batch_sizes.sum())))
-            sizes.append(batch_sizes)
-        tokens = np.concatenate(tokens)
+            batches_of_tokens.append(np.fromiter(flat, self.dtype, int(sizes.sum())))
+            batches_of_sizes.append(sizes)
+        tokens = np.concatenate(batches_of_tokens)
 
-        # A Unigram vocabulary that lacks the characters of a special token's name still turns the
-        # name into the token.
+        # A Unigram vocabulary without the character "<" still encodes the text "<sep>" as the
+        # special token. It becomes unknown, as any text without pieces.
         if self.unknown is not None and self._specials:
             tokens[np.isin(tokens, self._specials)] = self.unknown
-        return tokens, np.concatenate(sizes)
+        return tokens, np.concatenate(batches_of_sizes)
 
 
 def _encode_piece(
-    piece: list[Stretch],
+    piece: list[Span],
     split: str,
-    share: float,
+    valid_share: float,
     tokenizer: Path,
     room: int,
     pairs: bool,
     path: Path,
 ) -> None:
-    """Writes the rows of a piece of text.
+    """Writes the rows of a piece of text as the file `path`.
 
     Args:
-        share: of the documents of training text that is for validation.
+        split: that of the piece, train or valid.
+        valid_share: share of the documents of training text that is for validation.
+        tokenizer: its folder.
         room: tokens of a row without the special ones.
         pairs: whether every document begins a row.
     """
     encoder = _Encoder(tokenizer)
-    texts = {name: [] for name in SPLITS}
+    documents_of = {name: [] for name in SPLITS}
     for document in _documents(piece):
         sentences = []
         for line in document:
             sentences += split_sentences(line)
-        is_for_validation = split == "valid" or is_valid(document, share)
-        texts["valid" if is_for_validation else "train"].append(sentences)
+        if split == "valid" or is_for_validation(document, valid_share):
+            documents_of["valid"].append(sentences)
+        else:
+            documents_of["train"].append(sentences)
 
     arrays = {}
-    for name, documents in texts.items():
-        for part, array in _pack(documents, encoder, room, pairs).items():
-            arrays[f"{name}_{part}"] = array
+    for split_of_rows, documents in documents_of.items():
+        for name, array in _pack(documents, encoder, room, pairs).items():
+            arrays[f"{split_of_rows}_{name}"] = array
     save_arrays(path, **arrays)
 
 
 def _pack(
     documents: list[list[str]], encoder: _Encoder, room: int, pairs: bool
 ) -> dict[str, np.ndarray]:
-    """Packs documents, which are lists of sentences; returns the ARRAYS, and "counts" (COUNTS)."""
+    """Packs documents, which are lists of sentences, into rows.
+
+    Returns: the ARRAYS of the rows, and "counts", the numbers of COUNTS.
+    """
     lengths = [len(document) for document in documents]
     sentences = list(itertools.chain.from_iterable(documents))
     tokens, sizes = encoder.encode(sentences)
@@ -439,26 +464,29 @@ def _join(encoded: list[Path], split: str, name: str, path: Path) -> None:
 
     The OFFSETS of each piece begin with 0; here they follow those of the piece before.
     """
-    extra = 1 if name in OFFSETS else 0
-    length = extra
+    is_offsets = name in OFFSETS
+    dtype = load_array(encoded[0], f"{split}_{name}").dtype
+    length = 1 if is_offsets else 0
     for piece in encoded:
-        array = load_array(piece, f"{split}_{name}")
-        length += len(array) - extra
+        entries = len(load_array(piece, f"{split}_{name}"))
+        length += entries - 1 if is_offsets else entries
     header = {
-        "descr": np.lib.format.dtype_to_descr(array.dtype),
+        "descr": np.lib.format.dtype_to_descr(dtype),
         "fortran_order": False,
         "shape": (length,),
     }
+
     with whole(path) as file:
         np.lib.format.write_array_header_1_0(file, header)
-        file.write(np.zeros(extra, array.dtype).tobytes())
-        before = 0
+        if is_offsets:
+            file.write(np.zeros(1, dtype).tobytes())
+        offset = 0  # where the piece begins in the array that the offsets point into
         for piece in encoded:
             array = load_array(piece, f"{split}_{name}")
-            if name in OFFSETS:
-                last = array[-1]
-                array = array[1:] + before
-                before += last
+            if is_offsets:
+                end = array[-1]
+                array = array[1:] + offset
+                offset += end
             file.write(np.ascontiguousarray(array))
 
 
@@ -478,11 +506,11 @@ class Found:
 def prepare(data: str | Path, out: str | Path = "", workers: int = 1, **flags) -> dict:
     """Writes text as the folder that data.text.open_text reads; the arguments are those of Flags.
 
-    The passes: unpack what is packed and cut it into pieces; learn a vocabulary; encode and pack
-    the pieces; join them.
+    The passes: decompress .gz files and cut the text into pieces; learn a vocabulary; turn each
+    piece into rows; join them.
 
     Memory: about 0.5 GB per worker, and what learning takes for the words of the sample. Disk: the
-    result twice, and packed text unpacked, in the folder `parts` until the end.
+    result twice, and .gz files decompressed, in the folder `parts` until the end.
 
     Returns: the contents of report.json.
     Raises InputError: there is no such text, it cannot be used, or `out` holds something that was
@@ -492,17 +520,19 @@ def prepare(data: str | Path, out: str | Path = "", workers: int = 1, **flags) -
     found = _find(flags)
     print(splits.sentence(found.read_from), flush=True)
     job = Preparation(flags, found.sources)
-    report = job.finished()
+    report = job.finished_report()
     if report:
         return report
 
-    piece_bytes = job.begin("piece_bytes", PIECE_BYTES)
+    piece_bytes = job.begin_with_piece_size("piece_bytes", PIECE_BYTES)
     pieces = {}
     for split, files in _plain_files(job, flags, found).items():
         pieces[split] = cut(files, piece_bytes)
-    share = 0.0 if "valid" in pieces else flags.valid_share
+    valid_share = 0.0 if "valid" in pieces else flags.valid_share
+
+    # The last item of each task is the file that it leaves, see Preparation.run.
     tokenizer = job.out / "tokenizer"
-    job.run(_make_tokenizer, [(flags, pieces["train"], share, tokenizer)], "tokenizer")
+    job.run(_make_tokenizer, [(flags, pieces["train"], valid_share, tokenizer)], "tokenizer")
 
     room = capacity(flags.length, flags.pairs)
     encoded = []
@@ -511,14 +541,14 @@ def prepare(data: str | Path, out: str | Path = "", workers: int = 1, **flags) -
         for number, piece in enumerate(of_split):
             path = job.parts / f"{split}.{number:06d}.npz"
             encoded.append(path)
-            tasks.append((piece, split, share, tokenizer, room, flags.pairs, path))
+            tasks.append((piece, split, valid_share, tokenizer, room, flags.pairs, path))
     job.run(_encode_piece, tasks, "encoding")
 
     vocabulary = len(AutoTokenizer.from_pretrained(tokenizer, local_files_only=True))
     figures = {"vocabulary": vocabulary}
     for split in SPLITS:
         figures[split] = _split_report(encoded, split, room)
-        _check_split(figures[split], split, share, flags.data, job.out)
+        _check_split(figures[split], split, valid_share, flags.data, job.out)
 
     tasks = []
     for split in SPLITS:
@@ -536,7 +566,7 @@ def _completed(flags: Flags) -> Flags:
     pairs = flags.pairs or flags.kind == "xlnet"
     flags = dataclasses.replace(flags, pairs=pairs, vocab_size=vocab_size)
 
-    check_rows(flags.kind, flags.length, flags.pairs)
+    check_rows(flags.kind, flags.length, flags.pairs)  # raises for an unknown kind, too
     least = SMALLEST[flags.kind]
     is_large_enough = bool(flags.tokenizer) or vocab_size >= least
     expect(flags, "vocab_size", is_large_enough, f"at least {least} for {flags.kind}")
@@ -569,7 +599,7 @@ def _find(flags: Flags) -> Found:
         names[split] = [str(path.relative_to(folder)) for path in paths]
         for path, name in zip(paths, names[split], strict=True):
             sources.append({"name": name, "bytes": path.stat().st_size})
-    for split, rows in loaded.rows.items():
+    for split, rows in loaded.datasets_by_split.items():
         sources.append({"name": f"{flags.data}, {split}", "rows": len(rows)})
 
     if "valid" not in names:
@@ -607,7 +637,7 @@ def _check_files(data: str, found: splits.Files) -> None:
 
 
 def _plain_files(job: Preparation, flags: Flags, found: Found) -> dict[str, list[tuple[Path, str]]]:
-    """Unpacks what is packed, and dumps the rows of a data set.
+    """Decompresses .gz files, and dumps the rows of a data set.
 
     Returns: the plain files of each split, with their names for messages.
     """
@@ -615,12 +645,12 @@ def _plain_files(job: Preparation, flags: Flags, found: Found) -> dict[str, list
     for split, paths in found.files.items():
         for number, path in enumerate(paths):
             copies[path] = job.parts / f"{split}.{number:06d}.txt"
-    unpacked = job.unpack(copies)
+    decompressed = job.decompress(copies)
 
     plain = {}
     for split, paths in found.files.items():
-        plain[split] = [(unpacked[path], str(path)) for path in paths]
-    for split, rows in found.loaded.rows.items():
+        plain[split] = [(decompressed[path], str(path)) for path in paths]
+    for split, rows in found.loaded.datasets_by_split.items():
         copy = job.parts / f"{split}.txt"
         if not copy.exists():
             _dump(rows, flags.column, copy)
@@ -655,16 +685,17 @@ def _split_report(encoded: list[Path], split: str, room: int) -> dict:
     }
 
 
-def _check_split(report: dict, split: str, share: float, data: str, out: Path) -> None:
+def _check_split(report: dict, split: str, valid_share: float, data: str, out: Path) -> None:
     """Raises InputError if a split has no rows."""
     if report["rows"]:
         return
-    asked = "at all"
-    if split == "valid" and share:
-        asked = f"with --valid-share {share}"
+    how = "at all"
+    if split == "valid" and valid_share:
+        how = f"with --valid-share {valid_share}"
+    what = f"{data} has no documents for the {split} split {how}"
+    text = "more text (blank lines end documents)"
     raise InputError(
-        f"{data} has no documents for the {split} split {asked}; delete {out} and give more text "
-        "(blank lines end documents), a larger --valid-share, or files valid….txt"
+        f"{what}; delete {out} and give {text}, a larger --valid-share, or files valid….txt"
     )
 
 

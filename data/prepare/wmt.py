@@ -176,21 +176,21 @@ def find_text(
     is missing, or there is no validation text.
     """
     # Name without language -> language -> path. Plain files come last, and replace .gz ones.
-    there: dict[str, dict[str, Path]] = {}
+    paths: dict[str, dict[str, Path]] = {}
     for path in sorted(folder.iterdir(), reverse=True):
         stem, _, language = path.name.removesuffix(".gz").rpartition(".")
         if language in (source, target) and stem and path.is_file():
-            there.setdefault(stem, {})[language] = path
+            paths.setdefault(stem, {})[language] = path
 
-    train = splits.named(there, "train", str(folder))
+    train = splits.named(paths, "train", str(folder))
     if not train:
         return {}
-    newstests = [stem for stem in there if NEWSTEST.fullmatch(stem)]
+    newstests = [stem for stem in paths if NEWSTEST.fullmatch(stem)]
     newstests.sort(key=lambda stem: (stem[8:12], stem))  # by the year
-    valid = valid or splits.named(there, "valid", str(folder))
+    valid = valid or splits.named(paths, "valid", str(folder))
     if not valid and newstests:
         valid = newstests[-2:][0]  # the one before the newest, or the only one
-    test = test or splits.named(there, "test", str(folder))
+    test = test or splits.named(paths, "test", str(folder))
     if not test and newstests and newstests[-1] != valid:
         test = newstests[-1]
     if not valid:
@@ -202,7 +202,7 @@ def find_text(
     for split, name in {"train": train, "valid": valid, "test": test}.items():
         if not name:
             continue
-        files = there.get(name, {})
+        files = paths.get(name, {})
         for language in (source, target):
             if language not in files:
                 what = f"{folder} has no {name}.{language} (plain or .gz)"
@@ -216,7 +216,8 @@ def left_out(
 ) -> list[str]:
     """Returns the names of what a folder has besides `files` that may be meant for training.
 
-    That are files of these languages, and what else has a name that says a split: valid/, val.tsv.
+    These are files of the two languages, and whatever else has a name that says a split: valid/,
+    val.tsv.
     """
     used = set()
     for pair in files.values():
@@ -242,12 +243,12 @@ def load_splits(data: str, config: str, source: str, target: str) -> pipeline.Sp
     Raises InputError if a split is missing or has not both languages.
     """
 
-    def arguments(folder: Path) -> tuple[str, ...]:
+    def load_arguments(folder: Path) -> tuple[str, ...]:
         return _load_arguments(data, folder, config, source, target)
 
     text = f"train.{source} and train.{target} (plain or .gz)"
-    found = pipeline.load_splits(data, text, arguments, ["train", "valid"], "test")
-    for split, rows in found.rows.items():
+    found = pipeline.load_splits(data, text, load_arguments, ["train", "valid"], "test")
+    for split, rows in found.datasets_by_split.items():
         feature = rows.features.get("translation")
         languages = getattr(feature, "languages", None) or list(feature or ())
         if source in languages and target in languages:
@@ -263,7 +264,11 @@ def load_splits(data: str, config: str, source: str, target: str) -> pipeline.Sp
 def _load_arguments(
     data: str, folder: Path, config: str, source: str, target: str
 ) -> tuple[str, ...]:
-    """Returns what datasets.load_dataset is called with: a folder, or an id and a configuration."""
+    """Returns what datasets.load_dataset is called with: a folder, or an id and a configuration.
+
+    Args:
+        folder: the path that `data` may be.
+    """
     configs = [f"{target}-{source}", f"{source}-{target}"]
     if config:
         configs = [config]
@@ -307,6 +312,7 @@ def _cut(path: Path, name: str, chunk_lines: int, cut: Path) -> None:
     with open(path, "rb") as file:
         while block := file.read(BLOCK_BYTES):
             line_ends = np.flatnonzero(np.frombuffer(block, np.uint8) == ord("\n"))
+            # The first line of the block that is the last one of a chunk.
             first = chunk_lines - 1 - lines % chunk_lines
             chunk_ends = line_ends[first::chunk_lines]
             bounds += (size + 1 + chunk_ends).tolist()
@@ -329,7 +335,7 @@ def _cut(path: Path, name: str, chunk_lines: int, cut: Path) -> None:
 def clean(
     pairs: Sequence[tuple[str, str]], max_tokens: int, letters: float
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Finds the pairs to drop for what their own text tells.
+    """Finds the pairs to drop for their own text, without a comparison with others.
 
     Returns: the reason for dropping each of n pairs, uint8 [n], 0 for none; and a hash of each
         pair, uint64 [n], that disregards the number of spaces.
@@ -396,13 +402,18 @@ def _clean_chunk(
 
 
 def _find_duplicates(cleaned: list[Path], keep_duplicates: bool, path: Path) -> None:
-    """Writes the reason for dropping each pair, uint8 [n]: that of `clean`, or DUPLICATE."""
-    of_chunks = [load_array(chunk, "why") for chunk in cleaned]
-    reasons = np.concatenate(of_chunks)
+    """Writes the reason for dropping each pair, uint8 [n]: that of `clean`, or DUPLICATE.
+
+    Args:
+        cleaned: the files of `_clean_chunk`.
+        path: of the result.
+    """
+    reasons_of_chunks = [load_array(chunk, "why") for chunk in cleaned]
+    reasons = np.concatenate(reasons_of_chunks)
     if not keep_duplicates:
-        hashes = []
-        for chunk, of_chunk in zip(cleaned, of_chunks, strict=True):
-            hashes.append(load_array(chunk, "hashes")[of_chunk == 0])
+        hashes = []  # of the kept pairs
+        for chunk, reasons_of_chunk in zip(cleaned, reasons_of_chunks, strict=True):
+            hashes.append(load_array(chunk, "hashes")[reasons_of_chunk == 0])
         _, firsts = np.unique(np.concatenate(hashes), return_index=True)
         kept = np.flatnonzero(reasons == 0)
         is_duplicate = np.ones(len(kept), bool)
@@ -463,7 +474,7 @@ def learn_bpe(lines: Iterable[list[str]], vocabulary: int, alphabet: str) -> Tok
     )
     tokenizer.train_from_iterator(lines, trainer)
 
-    # The same pieces, their numbers after those of the special symbols.
+    # The same pieces, but numbered after the special symbols.
     learnt = json.loads(tokenizer.to_str())["model"]
     pieces = sorted(learnt["vocab"], key=learnt["vocab"].get)
     ids = {symbol: number for number, symbol in enumerate([*SPECIALS, *pieces])}
@@ -474,13 +485,13 @@ def learn_bpe(lines: Iterable[list[str]], vocabulary: int, alphabet: str) -> Tok
 def _with_model(model: models.BPE) -> Tokenizer:
     """Returns a tokenizer that normalises and splits text as the module's docstring says."""
     tokenizer = Tokenizer(model)
+    one_space = normalizers.Replace(Regex(SPACES), " ")
     tokenizer.normalizer = normalizers.Sequence(
-        [normalizers.NFKC(), normalizers.Replace(Regex(SPACES), " "), normalizers.Strip()]
+        [normalizers.NFKC(), one_space, normalizers.Strip()]
     )
-    split = pre_tokenizers.Split(Regex(WORDS), "isolated")
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Metaspace(split=False), split]
-    )
+    sign_for_space = pre_tokenizers.Metaspace(split=False)
+    words = pre_tokenizers.Split(Regex(WORDS), "isolated")
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([sign_for_space, words])
     tokenizer.decoder = decoders.Metaspace()
     return tokenizer
 
@@ -529,10 +540,13 @@ def _lines(train: ParallelText, pairs: np.ndarray) -> Iterator[tuple[list[str], 
         first, after = np.searchsorted(pairs, [of_chunk.start, of_chunk.stop])
         if first == after:
             continue
+
         wanted = pairs[first:after] - of_chunk.start
         source = train.source.lines(chunk)
         target = train.target.lines(chunk)
-        yield [source[number] for number in wanted], [target[number] for number in wanted]
+        wanted_source = [source[number] for number in wanted]
+        wanted_target = [target[number] for number in wanted]
+        yield wanted_source, wanted_target
 
 
 def _find_dropped(
@@ -540,7 +554,7 @@ def _find_dropped(
 ) -> tuple[np.ndarray, Counter]:
     """Finds which of these pairs are dropped for their numbers of pieces.
 
-    Returns: bool [pairs], which are; and how often their characters occur.
+    Returns: bool [pairs], which are; and how often each character occurs in the dropped ones.
     """
     dropped = []
     characters = Counter()
@@ -560,6 +574,8 @@ def _learn(
 ) -> None:
     """Learns from a sample of the kept pairs, and again without those that the result drops.
 
+    Besides the tokenizer, the number of pairs that it was learnt from is written, as learnt.json.
+
     Args:
         reasons: file with the reason for dropping each pair.
         counted: files with the counts of the characters of each chunk.
@@ -576,6 +592,7 @@ def _learn(
         lines = itertools.chain.from_iterable(_lines(train, pairs))
         tokenizer = learn_bpe(lines, flags.vocabulary, _alphabet(counts, flags.coverage))
         dropped, characters = _find_dropped(tokenizer, train, pairs, flags)
+        # The first round accepts none: whatever it drops is left out of the next.
         accepted = 0 if number == 0 else BORDER * len(pairs)
         if dropped.sum() <= accepted or dropped.all():
             break
@@ -629,7 +646,7 @@ def _encode_chunk(
     tokenizer = Tokenizer.from_file(str(out / "tokenizer.json"))
     symbols = tokenizer.get_vocab_size()
     reasons = np.load(out / "parts" / "why.npy", mmap_mode="r")[train.pairs(chunk)]
-    lines = {}
+    lines = {}  # by side, of the kept pairs
     encoded = {}
     for side, text in train.sides.items():
         lines[side] = list(itertools.compress(text.lines(chunk), reasons == 0))
@@ -639,7 +656,8 @@ def _encode_chunk(
     piece_reasons = clean_pieces(sizes, max_tokens, ratio)
     kept = piece_reasons == 0
     dropped = np.bincount(np.concatenate([reasons, piece_reasons]), minlength=len(REASONS) + 1)
-    arrays = {"dropped": dropped[1:]}
+    arrays = {"dropped": dropped[1:]}  # by reason, without those that are kept
+
     for side in train.sides:
         sentences = list(itertools.compress(encoded[side], kept))
         tokens, token_sizes = _flatten(sentences, token_dtype(symbols + 8))
@@ -683,7 +701,7 @@ class Found:
         for split, pair in self.files.items():
             for path in pair:
                 sources.append({"name": path.name, "bytes": path.stat().st_size, "split": split})
-        for split, rows in self.loaded.rows.items():
+        for split, rows in self.loaded.datasets_by_split.items():
             sources.append({"name": data, "rows": len(rows), "split": split})
         return sources
 
@@ -691,12 +709,12 @@ class Found:
 def prepare(data: str | Path, out: str | Path = "", workers: int = 1, **flags) -> dict:
     """Writes parallel text as the folder that data.wmt.open_pairs reads; see Flags.
 
-    The passes: unpack what is packed, count lines; clean chunks of lines; find duplicates; count
+    The passes: decompress .gz files, count lines; clean chunks of lines; find duplicates; count
     characters; learn byte-pair encoding; encode the chunks; join them.
 
     Memory: about 0.5 GB per worker, 30 bytes per training pair for duplicates, and what byte-pair
-    encoding takes for the words of the sample. Disk: the result twice, and packed text unpacked, in
-    the folder `parts` until the end.
+    encoding takes for the words of the sample. Disk: the result twice, and .gz files decompressed,
+    in the folder `parts` until the end.
 
     Returns: the contents of report.json.
     Raises InputError: there is no such text, it cannot be used, or `out` holds something that was
@@ -707,11 +725,12 @@ def prepare(data: str | Path, out: str | Path = "", workers: int = 1, **flags) -
     found = _find(flags)
     print(splits.sentence(found.read_from), flush=True)
     job = Preparation(flags, found.sources(flags.data))
-    report = job.finished()
+    report = job.finished_report()
     if report:
         return report
 
-    texts = _open_texts(job, flags, found, job.begin("chunk_lines", CHUNK_LINES))
+    chunk_lines = job.begin_with_piece_size("chunk_lines", CHUNK_LINES)
+    texts = _open_texts(job, flags, found, chunk_lines)
     train = texts.pop("train")
     reasons = _clean_all(job, flags, train)
     tokenizer = _learn_all(job, flags, train)
@@ -726,7 +745,8 @@ def prepare(data: str | Path, out: str | Path = "", workers: int = 1, **flags) -
     for language in languages:
         dictionary.save(job.out / f"dict.{language}.txt")
 
-    learnt = min(flags.sample, int((reasons == 0).sum()))  # where an older version learnt
+    # Where an older version learnt, it learnt from the whole sample and noted no number.
+    learnt = min(flags.sample, int((reasons == 0).sum()))
     if (job.parts / "learnt.json").exists():
         learnt = read_json(job.parts / "learnt.json")["pairs"]
     figures["vocabulary"] = len(dictionary)
@@ -751,6 +771,7 @@ def _check_flags(flags: Flags) -> None:
 
 
 def _expect_between(flags: Flags, name: str, least: int, most: int) -> None:
+    """Raises InputError unless a flag's value is from `least` to `most`."""
     expect(flags, name, least <= getattr(flags, name) <= most, f"{least} to {most}")
 
 
@@ -792,7 +813,7 @@ class PlainFile:
 def _open_texts(
     job: Preparation, flags: Flags, found: Found, chunk_lines: int
 ) -> dict[str, ParallelText]:
-    """Unpacks, dumps and cuts what is not yet; returns the text of each split.
+    """Decompresses, dumps and cuts what is not yet; returns the text of each split.
 
     Raises InputError if the two files of a split have different numbers of lines.
     """
@@ -825,19 +846,19 @@ def _open_texts(
 def _plain_files(job: Preparation, flags: Flags, found: Found) -> list[PlainFile]:
     """Returns plain files with the user's text: source and target of each split."""
     if found.files:
-        return _unpack_all(job, flags, found.files)
-    return _dump_all(job, flags, found.loaded.rows)
+        return _decompress_all(job, flags, found.files)
+    return _dump_all(job, flags, found.loaded.datasets_by_split)
 
 
-def _unpack_all(
+def _decompress_all(
     job: Preparation, flags: Flags, files: dict[str, tuple[Path, Path]]
 ) -> list[PlainFile]:
-    """Unpacks the user's .gz files; returns the plain files of all splits."""
+    """Decompresses the user's .gz files; returns the plain files of all splits."""
     copies = {}
     for split, (source, target) in files.items():
         copies[source] = job.parts / f"{split}.{flags.source}"
         copies[target] = job.parts / f"{split}.{flags.target}"
-    plain = job.unpack(copies)
+    plain = job.decompress(copies)
 
     plain_files = []
     for split, (source, target) in files.items():
@@ -846,13 +867,14 @@ def _unpack_all(
     return plain_files
 
 
-def _dump_all(job: Preparation, flags: Flags, loaded: dict) -> list[PlainFile]:
+def _dump_all(job: Preparation, flags: Flags, datasets_by_split: dict) -> list[PlainFile]:
     """Writes the splits of a data set as plain files, where they are not there; returns these."""
     languages = (flags.source, flags.target)
     plain_files = []
-    for split, rows in loaded.items():
+    for split, rows in datasets_by_split.items():
         paths = [job.parts / f"{split}.{language}" for language in languages]
-        if not all(path.exists() for path in paths):
+        are_there = all(path.exists() for path in paths)
+        if not are_there:
             _dump(rows, languages, paths)
         for language, path in zip(languages, paths, strict=True):
             name = f"{flags.data}, split {split}, {language}"
@@ -945,9 +967,11 @@ def _dictionary(tokenizer: Tokenizer, encoded: list[Path]) -> Dictionary:
     totals = _token_counts(encoded, "source") + _token_counts(encoded, "target")
     counts = totals.tolist()
     symbols = [tokenizer.id_to_token(number) for number in range(len(counts))]
-    padding = [f"madeupword{number:04d}" for number in range(-len(symbols) % 8)]
-    first = len(SPECIALS)
-    return Dictionary(symbols[first:] + padding, counts[first:] + [0] * len(padding))
+    missing = -len(symbols) % 8
+    symbols += [f"madeupword{number:04d}" for number in range(missing)]
+    counts += [0] * missing
+    first = len(SPECIALS)  # a Dictionary has these by itself
+    return Dictionary(symbols[first:], counts[first:])
 
 
 def _token_counts(encoded: list[Path], side: str) -> np.ndarray:
@@ -981,7 +1005,11 @@ def _train_report(encoded: list[Path], lines: int, languages: tuple[str, str]) -
 
 
 def _reasons(dropped: Iterable[int]) -> str:
-    """Returns a text such as "3 duplicate, 813 length_ratio"."""
+    """Returns a text such as "3 duplicate, 813 length_ratio".
+
+    Args:
+        dropped: numbers of pairs, in the order of REASONS.
+    """
     named = []
     for reason, count in zip(REASONS, dropped, strict=True):
         if count:

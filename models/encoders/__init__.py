@@ -1,7 +1,7 @@
 """The encoders, one record in one file each. A new one is a file here, and a line in optional.py.
 
-    encoder = encoders.record("bert")
-    settings = encoders.configuration("bert", "tiny", tokenizer, max_tokens=32)
+    encoder = encoders.by_name("bert")
+    settings = encoders.new_configuration("bert", "tiny", tokenizer, max_tokens=32)
 
 record.py explains the fields of a record. What all encoders of transformers have in common is in
 models/: encoder_layers.py, encoder_files.py, architectures.py, classification.py, objectives.py.
@@ -30,10 +30,11 @@ SIZES = {
 
 
 @functools.cache
-def record(name: str) -> Encoder:
+def by_name(name: str) -> Encoder:
     """Returns the record of a --model.
 
     Raises:
+        ValueError: the name is none of NAMES.
         InputError: its file is not there, as in a copy of a script for another model.
     """
     if name not in NAMES:
@@ -41,15 +42,20 @@ def record(name: str) -> Encoder:
     return optional.load(name).ENCODER
 
 
-def record_of(config: PreTrainedConfig) -> Encoder | None:
-    """Returns the record of a configuration's architecture; None where it has none, as most that
-    --model auto takes. Raises InputError as `record`."""
+def by_config(config: PreTrainedConfig) -> Encoder | None:
+    """Returns the record of a configuration's architecture.
+
+    None where there is none, as for most architectures that --model auto accepts.
+
+    Raises:
+        InputError: as `by_name`.
+    """
     if config.model_type not in NAMES:
         return None
-    return record(config.model_type)
+    return by_name(config.model_type)
 
 
-def configuration(name: str, size: str, tokenizer, max_tokens: int) -> PreTrainedConfig:
+def new_configuration(name: str, size: str, tokenizer, max_tokens: int) -> PreTrainedConfig:
     """Returns the configuration of a new encoder, as the published models of its kind have it.
 
     Args:
@@ -58,36 +64,35 @@ def configuration(name: str, size: str, tokenizer, max_tokens: int) -> PreTraine
         tokenizer: of transformers; gives the size of the vocabulary and the special tokens.
         max_tokens: the longest row; XLNet's positions are relative and have no end.
     """
-    return record(name).configuration(SIZES[size], tokenizer, max_tokens)
+    return by_name(name).new_configuration(SIZES[size], tokenizer, max_tokens)
 
 
 def published(name: str) -> PreTrainedConfig:
     """Returns the configuration of the published model, as a copy that may be changed."""
-    settings = record(name).published
+    settings = by_name(name).published
     return type(settings).from_dict(settings.to_dict())
 
 
 def rules(model: nn.Module) -> Rules:
-    """Returns how an encoder may be cut over devices, with or without the head of a language model.
+    """Returns how an encoder may be split over devices, with or without its language-model head.
 
     Raises:
         InputError: it has no record.
     """
-    encoder = record_of(model.config)
+    encoder = by_config(model.config)
     if encoder is None:
         known = f"{', '.join(PRETRAINED)}, not {model.config.model_type}"
-        raise InputError(
-            f"--mesh, --shard-state and --remat know {known}: "
-            "leave them out, or add a record for it to models/encoders"
-        )
+        remedy = "leave them out, or add a record for it to models/encoders"
+        raise InputError(f"--mesh, --shard-state and --remat know {known}: {remedy}")
 
-    parameters = dict(encoder.cuts.parameters)
-    if hasattr(model, encoder.head.module):
-        parameters |= encoder.head.cuts
+    partition = encoder.partition
+    parameters = dict(partition.parameters)
+    if hasattr(model, encoder.language_head.module):
+        parameters |= encoder.language_head.parameters
     return Rules(
         parameters=parameters,
-        layers=(encoder.cuts.layers,),
+        layers=(partition.layers,),
         heads=model.config.num_attention_heads,
-        shared=encoder.cuts.shared,
-        time_major=encoder.cuts.time_major,
+        shared=partition.shared,
+        time_major=partition.time_major,
     )

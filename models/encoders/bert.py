@@ -3,11 +3,20 @@
 from torch import Tensor
 from transformers import BertConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from models.encoders.record import Cuts, Encoder, FineTuning, LanguageHead, Pretraining, Size
-from models.partition import IN, OUT, VECTOR
+from models.encoders.record import (
+    Encoder,
+    FineTuning,
+    LanguageHead,
+    Partition,
+    Pretraining,
+    Size,
+)
+from models.partition import IN, OUT, VECTOR, VOCABULARY
 
 
-def configuration(size: Size, tokenizer: PreTrainedTokenizerBase, max_tokens: int) -> BertConfig:
+def new_configuration(
+    size: Size, tokenizer: PreTrainedTokenizerBase, max_tokens: int
+) -> BertConfig:
     """Returns the configuration of a new BERT."""
     return BertConfig(
         vocab_size=len(tokenizer),
@@ -20,13 +29,16 @@ def configuration(size: Size, tokenizer: PreTrainedTokenizerBase, max_tokens: in
     )
 
 
-def words(model: PreTrainedModel, hidden: Tensor) -> Tensor:
-    """Returns logits [B, P, words] of hidden states [B, P, H]."""
+def token_logits(model: PreTrainedModel, hidden: Tensor) -> Tensor:
+    """Returns logits [B, P, vocabulary] of hidden states [B, P, H]."""
     return model.cls.predictions(hidden)
 
 
-def next_sentence(model: PreTrainedModel, pooled: Tensor) -> Tensor:
-    """Returns logits [B, 2] of pooled outputs [B, H]: whether the second half follows the first."""
+def next_sentence_logits(model: PreTrainedModel, pooled: Tensor) -> Tensor:
+    """Returns logits [B, 2] of pooled outputs [B, H].
+
+    Index 0 is for a second half that follows the first, 1 for one from elsewhere.
+    """
     return model.cls.seq_relationship(pooled)
 
 
@@ -34,8 +46,8 @@ ENCODER = Encoder(
     architecture="bert",
     tokenizer="bert",
     published=BertConfig(),  # its defaults are those of google-bert/bert-base-uncased
-    configuration=configuration,
-    cuts=Cuts(
+    new_configuration=new_configuration,
+    partition=Partition(
         parameters={
             r"attention\.self\.(query|key|value)\.weight": OUT,
             r"attention\.self\.(query|key|value)\.bias": VECTOR,
@@ -43,16 +55,16 @@ ENCODER = Encoder(
             r"intermediate\.dense\.weight": OUT,
             r"intermediate\.dense\.bias": VECTOR,
             r"\d+\.output\.dense\.weight": IN,
-            r"word_embeddings\.weight": OUT,
+            r"word_embeddings\.weight": VOCABULARY,
         },
         layers="bert.encoder.layer",
         shared=r"attention\.self$",
     ),
-    head=LanguageHead(
+    language_head=LanguageHead(
         module="cls",
-        cuts={r"cls\.predictions\.bias": VECTOR},
-        words=words,
-        next_sentence=next_sentence,
+        parameters={r"cls\.predictions\.bias": VECTOR},
+        token_logits=token_logits,
+        next_sentence_logits=next_sentence_logits,
     ),
     fine_tuning=FineTuning(
         source="Devlin et al. 2019, A.3: lr 5e-5, 3e-5 or 2e-5; run_classifier.py of its authors",

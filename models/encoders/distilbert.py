@@ -3,11 +3,18 @@
 from torch import Tensor
 from transformers import DistilBertConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from models.encoders.record import Cuts, Encoder, FineTuning, LanguageHead, Pretraining, Size
-from models.partition import IN, OUT, VECTOR
+from models.encoders.record import (
+    Encoder,
+    FineTuning,
+    LanguageHead,
+    Partition,
+    Pretraining,
+    Size,
+)
+from models.partition import IN, OUT, VECTOR, VOCABULARY
 
 
-def configuration(
+def new_configuration(
     size: Size, tokenizer: PreTrainedTokenizerBase, max_tokens: int
 ) -> DistilBertConfig:
     """Returns the configuration of a new DistilBERT, with half the layers of the size."""
@@ -22,8 +29,8 @@ def configuration(
     )
 
 
-def words(model: PreTrainedModel, hidden: Tensor) -> Tensor:
-    """Returns logits [B, P, words] of hidden states [B, P, H]."""
+def token_logits(model: PreTrainedModel, hidden: Tensor) -> Tensor:
+    """Returns logits [B, P, vocabulary] of hidden states [B, P, H]."""
     transformed = model.activation(model.vocab_transform(hidden))
     return model.vocab_projector(model.vocab_layer_norm(transformed))
 
@@ -32,8 +39,8 @@ ENCODER = Encoder(
     architecture="distilbert",
     tokenizer="distilbert",
     published=DistilBertConfig(),  # its defaults are those of distilbert-base-uncased
-    configuration=configuration,
-    cuts=Cuts(
+    new_configuration=new_configuration,
+    partition=Partition(
         parameters={
             r"attention\.[qkv]_lin\.weight": OUT,
             r"attention\.[qkv]_lin\.bias": VECTOR,
@@ -41,15 +48,15 @@ ENCODER = Encoder(
             r"ffn\.lin1\.weight": OUT,
             r"ffn\.lin1\.bias": VECTOR,
             r"ffn\.lin2\.weight": IN,
-            r"word_embeddings\.weight": OUT,
+            r"word_embeddings\.weight": VOCABULARY,
         },
         layers="distilbert.transformer.layer",
         shared=r"attention$",
     ),
-    head=LanguageHead(
+    language_head=LanguageHead(
         module="vocab_projector",
-        cuts={r"vocab_projector\.bias": VECTOR},
-        words=words,
+        parameters={r"vocab_projector\.bias": VECTOR},
+        token_logits=token_logits,
     ),
     fine_tuning=FineTuning(
         source="Sanh et al. 2019, who fine-tune as BERT",

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-# The axis of the devices that cuts each dimension of a parameter; see models/partition.py.
-Axes = tuple[str | None, ...]
-# The classes of layers that are replaced, and by which.
+from models.partition import Axes
+
+# The class of a layer -> the class that replaces it.
 LayerClasses = Mapping[type[nn.Module], type[nn.Module]]
 
 
@@ -73,13 +73,14 @@ class Pretraining:
 
 
 @dataclass(frozen=True)
-class Cuts:
-    """Which axis of the devices cuts which parameter, for --mesh; see models/partition.py.
+class Partition:
+    """How --mesh may split the parameters over the devices; see models/partition.py.
 
     Attributes:
-        parameters: how the name of a parameter ends, as a pattern -> the axes of its dimensions.
+        parameters: a pattern of how a parameter's name ends -> the axes of its dimensions.
         layers: path of the list of layers in a model.
-        shared: pattern of the modules in which several products take the input.
+        shared: pattern of the modules whose input several projections share (query, key, value):
+            their gradients are summed before the all-reduce.
         time_major: pattern of the modules whose tensors are [T, B, …].
     """
 
@@ -95,17 +96,20 @@ class LanguageHead:
 
     Attributes:
         module: its name in the model.
-        cuts: as `Cuts.parameters`, of the parameters that it does not share with the embedding.
-        words: computes logits [B, P, words] from the model and the hidden states [B, P, H] of P
-            places. transformers' own forward pass would score all T places of a row.
-        next_sentence: computes logits [B, 2] from the model and its pooled output [B, H]; None: the
-            model does not predict whether one half of a row follows the other.
+        parameters: as `Partition.parameters`, of the parameters that it does not share with the
+            embedding.
+        token_logits: computes logits [B, P, vocabulary] from the model and the hidden states
+            [B, P, H] of the P predicted tokens. transformers' own forward pass would score all T
+            tokens of a row.
+        next_sentence_logits: computes logits [B, 2] from the model and its pooled output [B, H];
+            index 0: the second half of the row follows the first, 1: it is from elsewhere. None:
+            the model does not predict this.
     """
 
     module: str
-    cuts: Mapping[str, Axes]
-    words: Callable[[PreTrainedModel, Tensor], Tensor]
-    next_sentence: Callable[[PreTrainedModel, Tensor], Tensor] | None = None
+    parameters: Mapping[str, Axes]
+    token_logits: Callable[[PreTrainedModel, Tensor], Tensor]
+    next_sentence_logits: Callable[[PreTrainedModel, Tensor], Tensor] | None = None
 
 
 @dataclass(frozen=True)
@@ -117,23 +121,24 @@ class Encoder:
         tokenizer: the kind of its vocabulary, one of KINDS in data/vocabulary.py; it also says how
             rows are made for pretraining.
         published: the configuration of the published model. Copy it before you change it.
-        configuration: makes that of a new model from its size, a tokenizer (whose length and
+        new_configuration: returns that of a new model from its size, a tokenizer (whose length and
             special tokens count) and the longest row in tokens.
-        cuts, head: see there.
+        partition: how its parameters may be split, see Partition.
+        language_head: the head that pretraining trains, see LanguageHead.
         fine_tuning: the recipe of train/glue.py.
-        objective: the module in models/ that train/pretrain.py computes losses with: masked_words,
-            permutation, distillation. A copy for fine-tuning does without it.
+        objective: the module that train/pretrain.py computes losses with: models.masked_words,
+            models.permutation or models.distillation. A copy for fine-tuning does without it.
         pretraining: the recipe of train/pretrain.py.
         pretraining_of_size: where another size (a key of SIZES) has other numbers.
         teacher: the encoder that a new one learns from in pretraining; "": none.
         vmem_kib: memory of a TPU core for one fusion in pretraining; 0: the compiler's own choice.
-        token_types: whether pretraining gives it the types of tokens. So does fine-tuning where the
-            configuration counts no types.
+        token_types: whether pretraining gives it the types of tokens. In fine-tuning this decides
+            only where the configuration has no type_vocab_size.
         classifier_inputs: what a classifier takes besides tokens, mask and types.
         packed_layers: the module of the base model whose layers may see several short rows in one,
             see `ShortRows` in models/encoder_layers.py; "": none.
-        own_layers: returns which classes of the model are replaced by which, besides those of every
-            encoder, for a configuration; raises InputError where that cannot be.
+        own_layers: maps, for a configuration, layer classes to their replacements, besides those of
+            every encoder; raises InputError for a configuration that these cannot compute.
         read_folder: reads a checkpoint that transformers cannot; returns its configuration, its
             weights by transformers' names, and its tokenizer.
         write_folder: writes such a folder, from its path, a configuration, weights and a tokenizer.
@@ -142,9 +147,9 @@ class Encoder:
     architecture: str
     tokenizer: str
     published: PreTrainedConfig
-    configuration: Callable[[Size, PreTrainedTokenizerBase, int], PreTrainedConfig]
-    cuts: Cuts
-    head: LanguageHead
+    new_configuration: Callable[[Size, PreTrainedTokenizerBase, int], PreTrainedConfig]
+    partition: Partition
+    language_head: LanguageHead
     fine_tuning: FineTuning
     objective: str
     pretraining: Pretraining

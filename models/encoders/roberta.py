@@ -5,11 +5,20 @@ import math
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, RobertaConfig
 
-from models.encoders.record import Cuts, Encoder, FineTuning, LanguageHead, Pretraining, Size
-from models.partition import IN, OUT, VECTOR
+from models.encoders.record import (
+    Encoder,
+    FineTuning,
+    LanguageHead,
+    Partition,
+    Pretraining,
+    Size,
+)
+from models.partition import IN, OUT, VECTOR, VOCABULARY
 
 
-def configuration(size: Size, tokenizer: PreTrainedTokenizerBase, max_tokens: int) -> RobertaConfig:
+def new_configuration(
+    size: Size, tokenizer: PreTrainedTokenizerBase, max_tokens: int
+) -> RobertaConfig:
     """Returns the configuration of a new RoBERTa. Its positions start after the padding's id."""
     return RobertaConfig(
         vocab_size=len(tokenizer),
@@ -26,8 +35,8 @@ def configuration(size: Size, tokenizer: PreTrainedTokenizerBase, max_tokens: in
     )
 
 
-def words(model: PreTrainedModel, hidden: Tensor) -> Tensor:
-    """Returns logits [B, P, words] of hidden states [B, P, H]."""
+def token_logits(model: PreTrainedModel, hidden: Tensor) -> Tensor:
+    """Returns logits [B, P, vocabulary] of hidden states [B, P, H]."""
     return model.lm_head(hidden)
 
 
@@ -41,8 +50,8 @@ ENCODER = Encoder(
         layer_norm_eps=1e-5,
         pad_token_id=1,
     ),
-    configuration=configuration,
-    cuts=Cuts(
+    new_configuration=new_configuration,
+    partition=Partition(
         parameters={
             r"attention\.self\.(query|key|value)\.weight": OUT,
             r"attention\.self\.(query|key|value)\.bias": VECTOR,
@@ -50,15 +59,15 @@ ENCODER = Encoder(
             r"intermediate\.dense\.weight": OUT,
             r"intermediate\.dense\.bias": VECTOR,
             r"\d+\.output\.dense\.weight": IN,
-            r"word_embeddings\.weight": OUT,
+            r"word_embeddings\.weight": VOCABULARY,
         },
         layers="roberta.encoder.layer",
         shared=r"attention\.self$",
     ),
-    head=LanguageHead(
+    language_head=LanguageHead(
         module="lm_head",
-        cuts={r"lm_head\.bias": VECTOR},
-        words=words,
+        parameters={r"lm_head\.bias": VECTOR},
+        token_logits=token_logits,
     ),
     fine_tuning=FineTuning(
         source="Liu et al. 2019, table 10: lr 1e-5, 2e-5 or 3e-5",

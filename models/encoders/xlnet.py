@@ -4,11 +4,20 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, XLNetConfig
 
 from models import two_streams
-from models.encoders.record import Cuts, Encoder, FineTuning, LanguageHead, Pretraining, Size
-from models.partition import IN, OUT, VECTOR
+from models.encoders.record import (
+    Encoder,
+    FineTuning,
+    LanguageHead,
+    Partition,
+    Pretraining,
+    Size,
+)
+from models.partition import IN, OUT, VECTOR, VOCABULARY
 
 
-def configuration(size: Size, tokenizer: PreTrainedTokenizerBase, max_tokens: int) -> XLNetConfig:
+def new_configuration(
+    size: Size, tokenizer: PreTrainedTokenizerBase, max_tokens: int
+) -> XLNetConfig:
     """Returns the configuration of a new XLNet, whose rows may be of any length."""
     return XLNetConfig(
         vocab_size=len(tokenizer),
@@ -22,8 +31,8 @@ def configuration(size: Size, tokenizer: PreTrainedTokenizerBase, max_tokens: in
     )
 
 
-def words(model: PreTrainedModel, hidden: Tensor) -> Tensor:
-    """Returns logits [B, P, words] of hidden states [B, P, H]."""
+def token_logits(model: PreTrainedModel, hidden: Tensor) -> Tensor:
+    """Returns logits [B, P, vocabulary] of hidden states [B, P, H]."""
     return model.lm_loss(hidden)
 
 
@@ -31,24 +40,24 @@ ENCODER = Encoder(
     architecture="xlnet",
     tokenizer="xlnet",
     published=XLNetConfig(d_model=768, n_layer=12, n_head=12, d_inner=3072),  # xlnet-base-cased
-    configuration=configuration,
-    cuts=Cuts(
+    new_configuration=new_configuration,
+    partition=Partition(
         parameters={
             r"rel_attn\.[qkvor]": (None, "model", None),  # [H, heads, D]
-            r"rel_attn\.r_[wrs]_bias": IN,  # [heads, D]
+            r"rel_attn\.r_[wrs]_bias": IN,  # [heads, D], along D
             r"rel_attn\.seg_embed": (None, "model", None),  # [2, heads, D]
             r"ff\.layer_1\.weight": OUT,
             r"ff\.layer_1\.bias": VECTOR,
             r"ff\.layer_2\.weight": IN,
-            r"word_embedding\.weight": OUT,
+            r"word_embedding\.weight": VOCABULARY,
         },
         layers="transformer.layer",
         time_major=r"transformer\.",
     ),
-    head=LanguageHead(
+    language_head=LanguageHead(
         module="lm_loss",
-        cuts={r"lm_loss\.bias": VECTOR},
-        words=words,
+        parameters={r"lm_loss\.bias": VECTOR},
+        token_logits=token_logits,
     ),
     fine_tuning=FineTuning(
         source="Yang et al. 2019, table 8: lr 2e-5 to 5e-5, 800 (MRPC) to 12,000 (MNLI) steps",

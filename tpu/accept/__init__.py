@@ -1,7 +1,10 @@
-"""The first fifteen minutes on a new kind of TPU: tries what the project promises, and writes what it found.
+"""The first fifteen minutes on a new kind of TPU: tries what the project promises, and writes what
+it found.
 
-    make accept TPU=my-tpu ZONE=us-east5-b ARGS="--runs gs://my-bucket/accept"      from another machine
-    make accept                                                                     on this machine: its chips, or a CPU
+    make accept TPU=my-tpu ZONE=us-east5-b ARGS="--runs gs://my-bucket/accept"
+        from another machine
+    make accept
+        on this machine: its chips, or a CPU
 
     __main__.py   the command line
     checks.py     what is tried, one after the other
@@ -9,6 +12,7 @@
     expected.py   what a trial must reach, and the recipes of docs/results.md
     page.py       the page that a person can send, and the table of docs/results.md
 
-It runs on the client with python3 (3.9 or later, only the standard library) and drives `make train` here, or
-`python3 -m tpu.launch` for a TPU. All that it knows of a run is what the run prints (train/common/watch/report.py).
+It runs on the client with python3 (3.9 or later, only the standard library) and drives `make train`
+here, or `python3 -m tpu.launch` for a TPU. All that it knows of a run is what the run prints
+(train/common/watch/report.py).
 """

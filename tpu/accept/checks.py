@@ -1,4 +1,5 @@
-"""What is tried, one after the other, and what came of it. A check that fails ends none of the others."""
+"""What is tried, one after the other, and what came of it. A check that fails ends none of the
+others."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,33 +30,61 @@ from tpu.accept.children import (
 )
 from tpu.accept.expected import RECIPES, SCRIPTS, Script
 
-OK, FAILED, NOT_THERE, NOT_RUN = "ok", "failed", "not there", "not run"
-KILLED, STOPPED, GONE, COMPILER_DIED = 137, 143, 75, 3  # exit codes; the last is that of make compile
+# Outcomes.
+OK = "ok"
+FAILED = "failed"
+NOT_THERE = "not there"
+NOT_RUN = "not run"
+
+# Exit codes.
+KILLED = 137
+STOPPED = 143
+GONE = 75  # the TPU is gone
+COMPILER_DIED = 3  # of make compile
 DIED = {132: "SIGILL", 134: "SIGABRT", 135: "SIGBUS", 136: "SIGFPE", 139: "SIGSEGV"}
+
 SAFE_FORMS = 'repeat it with --train-args="--safe-forms" (docs/tpu.md, "When the compiler dies")'
-# What a log says, what that is, and what to do: the first that is found counts.
+GIBIBYTE = 2**30
+LINES_BEFORE_STOP = 2  # of metrics, that a run has printed when it is asked to stop
+
+
+@dataclass(frozen=True)
+class Sign:
+    """What a log says of a failure, what that is, and what to do."""
+
+    pattern: str
+    meaning: str
+    remedy: str
+
+
+# The first that is found counts.
 SIGNS = (
-    (
+    Sign(
         r"No space left on device|Disk quota exceeded",
         "a disk is full",
-        "make room there (--runs, /tmp, and the environment's disk of each worker), then repeat the command",
+        "make room there (--runs, /tmp, and the environment's disk of each worker), then repeat the"
+        " command",
     ),
-    (
+    Sign(
         r"the training diverged|is not finite",
         "a wrong number: a value is not finite",
-        "repeat the command; if it is so again, send the page, and try --precision float32 in --train-args",
+        "repeat the command; if it is so again, send the page, and try --precision float32 in"
+        " --train-args",
     ),
-    (
+    Sign(
         r"no progress for \d+ s",
         "a step hangs: the run's own watchdog has ended it",
-        "the log has the stacks of all threads; look at the TPU's health with make status, and repeat the command",
+        "the log has the stacks of all threads; look at the TPU's health with make status, and"
+        " repeat the command",
     ),
-    (
-        r"RESOURCE_EXHAUSTED|Ran out of memory in memory space hbm|Out of memory while trying to allocate",
+    Sign(
+        r"RESOURCE_EXHAUSTED"
+        r"|Ran out of memory in memory space hbm"
+        r"|Out of memory while trying to allocate",
         "the program does not fit into the chip's memory",
         "make compile says how large it is; send the page",
     ),
-    (
+    Sign(
         r"Unknown command line flag",
         "this libtpu does not know a flag of LIBTPU_INIT_ARGS",
         SAFE_FORMS,
@@ -75,7 +105,7 @@ class Check:
     log: str = ""  # beside the JSON
     metrics: dict[str, float] = field(default_factory=dict)
     expected: dict[str, Any] = field(default_factory=dict)  # ranges, or a published target
-    step: dict[str, Any] = field(default_factory=dict)  # seconds of a step: least, median, most, share of input wait
+    step: dict[str, Any] = field(default_factory=dict)  # see step_seconds
     chip_bytes: int | None = None  # most memory in use on a chip
     host_bytes: int | None = None
     estimate: dict[str, Any] = field(default_factory=dict)  # by make compile
@@ -84,7 +114,17 @@ class Check:
     last_lines: list[str] = field(default_factory=list)  # where it failed
 
     def fail(self, why: str) -> None:
-        self.outcome, self.why = FAILED, why
+        """Makes it a failure."""
+        self.outcome = FAILED
+        self.why = why
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A check that was asked for."""
+
+    name: str
+    function: Callable[[Check], None]
 
 
 class Failed(Exception):
@@ -99,8 +139,12 @@ class NotThere(Exception):
     """Ends a check for which something is missing; the message names it and how to get it."""
 
 
+# ---- what a run has reported -------------------------------------------------------------------
+
+
 def lines_of_steps(child: Child) -> dict[tuple, dict]:
-    """Returns the values of each line of metrics, by step and names: an evaluation has the step of a training line."""
+    """Returns the values of each line of metrics, by step and names: an evaluation has the step of
+    a training line."""
     found = {}
     for record in child.records():
         key = (record["step"], *sorted(record["values"]))
@@ -109,17 +153,20 @@ def lines_of_steps(child: Child) -> dict[tuple, dict]:
 
 
 def step_seconds(records: list[dict]) -> dict[str, Any]:
-    """Returns least, median and most seconds of a step between two lines of metrics, and the share of input wait.
+    """Returns least, median and most seconds of a step between two lines of metrics, and the share
+    of input wait.
 
     The first two lines are left out: what is compiled lies between them.
     """
     training = [record for record in records if "input_wait" in record["timing"]]
     found = []
     for number in range(2, len(training)):
-        before, after = training[number - 1], training[number]
+        before = training[number - 1]
+        after = training[number]
         steps = after["step"] - before["step"]
         if steps > 0:
-            found.append((after["timing"]["training"] - before["timing"]["training"]) / steps)
+            seconds = after["timing"]["training"] - before["timing"]["training"]
+            found.append(seconds / steps)
     if not found:
         return {}
     waits = [record["timing"]["input_wait"] for record in training[2:]]
@@ -151,38 +198,50 @@ def out_of_range(metrics: dict[str, float], ranges: dict[str, tuple[float, float
 
 
 def difference(one: dict[tuple, dict], other: dict[tuple, dict]) -> str:
-    """Returns the first difference of `other` from `one`, both by `lines_of_steps`, "" if there is none."""
+    """Returns the first difference of `other` from `one`, both by `lines_of_steps`, "" if there is
+    none."""
     for key in sorted(one, key=lambda key: (key[0], str(key))):
+        step, *names = key
         if key not in other:
-            return f"step {key[0]} has no line with {', '.join(key[1:])}"
+            return f"step {step} has no line with {', '.join(names)}"
         for name, value in one[key].items():
-            if other[key][name] != value:
-                apart = abs(other[key][name] - value) / max(abs(value), 1e-30)
-                return f"{name} of step {key[0]} is {other[key][name]!r}, not {value!r} ({apart:.1e} of it apart)"
+            found = other[key][name]
+            if found != value:
+                apart = abs(found - value) / max(abs(value), 1e-30)
+                values = f"{found!r}, not {value!r}"
+                return f"{name} of step {step} is {values} ({apart:.1e} of it apart)"
     return ""
 
 
 def diagnosis(child: Child) -> str:
     """Returns what ended a child that failed, and the remedy, in a sentence."""
     if child.hung:
-        return f"a step hangs, or takes too long: {child.hung}. It was stopped; repeat the command to see it again"
-    code, text = child.code(), child.text()
-    for pattern, what, remedy in SIGNS:
-        found = re.search(rf"^.*(?:{pattern}).*$", text, re.MULTILINE)
+        hangs = f"a step hangs, or takes too long: {child.hung}"
+        return f"{hangs}. It was stopped; repeat the command to see it again"
+    text = child.text()
+    for sign in SIGNS:
+        found = re.search(rf"^.*(?:{sign.pattern}).*$", text, re.MULTILINE)
         if found:
-            return f"{what} ({found[0].strip()[:200]}): {remedy}"
+            return f"{sign.meaning} ({found[0].strip()[:200]}): {sign.remedy}"
+
+    code = child.code()
     signal_name = DIED.get(code, "")
-    told = re.search(r"\*\*\* (SIG(?:SEGV|BUS|ILL|ABRT))", text)
-    if signal_name or told:
-        signal_name = signal_name or told[1]
+    reported = re.search(r"\*\*\* (SIG(?:SEGV|BUS|ILL|ABRT))", text)
+    if reported and not signal_name:
+        signal_name = reported[1]
+    if signal_name:
+        died = "the process died without a traceback"
         if child.compiling:
-            return f"the compiler died of {child.compiling} ({signal_name}, exit code {code}): {SAFE_FORMS}"
-        return f"the process died without a traceback ({signal_name}, exit code {code}): {SAFE_FORMS}"
+            died = f"the compiler died of {child.compiling}"
+        return f"{died} ({signal_name}, exit code {code}): {SAFE_FORMS}"
+
     if code == KILLED:
-        return "the process was killed from outside (exit code 137): most likely memory; `sudo dmesg | grep -i oom`"
+        killed = "the process was killed from outside (exit code 137)"
+        return f"{killed}: most likely memory; `sudo dmesg | grep -i oom`"
+    said = last_line(child.lines)[:300]
     if code == GONE:
-        return f"the TPU is gone (exit code 75): recreate it and repeat the command. {last_line(child.lines)[:300]}"
-    return f"exit code {code}: {last_line(child.lines)[:300]}"
+        return f"the TPU is gone (exit code 75): recreate it and repeat the command. {said}"
+    return f"exit code {code}: {said}"
 
 
 @dataclass
@@ -211,87 +270,133 @@ class Acceptance:
     """All checks of one command. `checks` grows and is written after each by `written`."""
 
     def __init__(self, options: Options, folder: Path, written: Callable[[Acceptance], None]):
-        self.options, self.folder, self.written = options, folder, written
+        self.options = options
+        self.folder = folder
+        self.written = written
         self.target: Here | Tpu = Here(folder, options.python)
         if options.tpu not in ("", "local"):
-            self.target = Tpu(folder, options.tpu, options.zone, options.project, options.launch_args)
+            self.target = Tpu(
+                folder, options.tpu, options.zone, options.project, options.launch_args
+            )
         self.began = time.time()
         self.stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(self.began))
         self.checks: list[Check] = []
-        self.hardware: dict[str, Any] = {}  # of the first run that started
+
+        # Of the first run that started.
+        self.hardware: dict[str, Any] = {}
         self.versions: dict[str, str] = {}
         self.git: dict[str, Any] = {}
+
         self.unbroken: dict[str, Child] = {}  # the trials that ended well, by script
         self.resumed: dict[str, Child] = {}
         self.left: list[str] = []  # what may still run
         self.gone = ""  # why nothing more is tried
 
-    def plan(self) -> list[tuple[str, Callable[[Check], None]]]:
-        """Returns name and function of each check that was asked for, in their order."""
+    def plan(self) -> list[Planned]:
+        """Returns the checks that were asked for, in their order."""
+        planned = [Planned("doctor", self.doctor)]
         if self.options.recipe:
             name = self.options.recipe
-            return [("doctor", self.doctor), (f"recipe {name}", lambda check: self.recipe(check, name))]
-        planned: list[tuple[str, Callable[[Check], None]]] = [("doctor", self.doctor)]
+            planned.append(Planned(f"recipe {name}", partial(self.recipe, name=name)))
+            return planned
+
         for script in SCRIPTS:
-            planned.append((f"{script.name}: trial", lambda check, one=script: self.trial(check, one)))
-            planned.append((f"{script.name}: kill and resume", lambda check, one=script: self.resume(check, one)))
-        planned.append(("checkpoint of all hosts", self.hosts))
-        planned.append(("stop and saved", self.stop))
-        planned.append(("step time and memory", self.speed))
-        planned.append(("predict", self.predict))
-        only = self.options.only
-        return [one for one in planned if not only or any(one[0].startswith(word) for word in only)]
+            trial = partial(self.trial, script=script)
+            resume = partial(self.resume, script=script)
+            planned.append(Planned(f"{script.name}: trial", trial))
+            planned.append(Planned(f"{script.name}: kill and resume", resume))
+        planned.append(Planned("checkpoint of all hosts", self.hosts))
+        planned.append(Planned("stop and saved", self.stop))
+        planned.append(Planned("step time and memory", self.speed))
+        planned.append(Planned("predict", self.predict))
+        if self.options.only:
+            words = tuple(self.options.only)
+            planned = [check for check in planned if check.name.startswith(words)]
+        return planned
 
     def run(self) -> int:
-        """Runs all checks. Returns the exit code: 0 if none failed, 1 if one did, 130 after Ctrl-C."""
+        """Runs all checks. Returns the exit code: 0 if none failed, 1 if one did, 130 after
+        Ctrl-C."""
         planned = self.plan()
-        self.checks = [Check(name) for name, _ in planned]
+        self.checks = [Check(one.name) for one in planned]
         interrupted = False
-        for number, (name, function) in enumerate(planned):
-            check = self.checks[number]
-            if interrupted or self.gone:
-                check.why = "Ctrl-C" if interrupted else self.gone
-                continue
-            log = re.sub(r"\W+", "-", name)
-            check.log = f"{self.options.out.name}/{log}.log"
-            say(f"{name} …")
-            began = time.monotonic()
-            try:
-                function(check)
-                check.outcome = OK
-            except Failed as error:
-                check.fail(str(error))
-            except NotRun as error:
-                check.outcome, check.why = NOT_RUN, str(error)
-            except NotThere as error:
-                check.outcome, check.why = NOT_THERE, str(error)
-            except Interrupted:
-                interrupted = True
+        for number, check in enumerate(self.checks):
+            if interrupted:
                 check.why = "Ctrl-C"
-            except OSError as error:
-                check.fail(f"this machine: {error}: make room or access, then repeat it")
-            check.seconds = round(time.monotonic() - began, 1)
-            if not check.commands:
-                check.log = ""
-            say(f"    {check.outcome}{': ' if check.why else ''}{check.why}")
-            self.written(self)
+            elif self.gone:
+                check.why = self.gone
+            else:
+                interrupted = self.attempt(check, planned[number].function)
+                self.written(self)
         self.written(self)
         if interrupted:
             return 130
         return int(any(check.outcome == FAILED for check in self.checks))
 
-    # The programs that checks run.
+    def attempt(self, check: Check, function: Callable[[Check], None]) -> bool:
+        """Runs one check, and notes what came of it. Returns whether it was interrupted."""
+        log = re.sub(r"\W+", "-", check.name)
+        check.log = f"{self.options.out.name}/{log}.log"
+        say(f"{check.name} …")
+        interrupted = False
+        began = time.monotonic()
+        try:
+            function(check)
+            check.outcome = OK
+        except Failed as error:
+            check.fail(str(error))
+        except NotRun as error:
+            check.outcome = NOT_RUN
+            check.why = str(error)
+        except NotThere as error:
+            check.outcome = NOT_THERE
+            check.why = str(error)
+        except Interrupted:
+            interrupted = True
+            check.why = "Ctrl-C"
+        except OSError as error:
+            check.fail(f"this machine: {error}: make room or access, then repeat it")
+        check.seconds = round(time.monotonic() - began, 1)
+        if not check.commands:
+            check.log = ""
+        say(f"    {check.outcome}{': ' if check.why else ''}{check.why}")
+        return interrupted
+
+    # ---- the programs that checks run ----------------------------------------------------------
 
     def start(self, check: Check, command: list[str]) -> Child:
+        """Starts a program of a check."""
         child = Child(command, self.options.out / Path(check.log).name)
         check.commands.append(child.shown())
         child.start(self.folder)
         return child
 
+    def run_here(self, check: Check, command: list[str]) -> Child:
+        """Runs a program on this machine to its end, or to its time limit."""
+        child = self.start(check, command)
+        try:
+            child.follow(self.options.limits)
+        finally:
+            end_group(child)
+            child.close()
+            check.exit_codes.append(child.code())
+        return child
+
     def train(
-        self, check: Check, run: str, words: str, flags: str, then: Callable[[Child], None] | None = None
+        self,
+        check: Check,
+        run: str,
+        words: str,
+        flags: str,
+        then: Callable[[Child], None] | None = None,
     ) -> Child:
-        """Trains to the end of the run, or until `then` has dealt with it. Leaves nothing running."""
+        """Trains to the end of the run, or until `then` has dealt with it. Leaves nothing running.
+
+        Args:
+            run: its name.
+            words: of make train.
+            flags: in ARGS, besides those of the command line.
+        """
         options = self.options
         runs = f"--runs {shlex.quote(options.runs)}" if options.runs else ""
         flags = " ".join(filter(None, [runs, flags, "--report", options.train_args]))
@@ -303,15 +408,17 @@ class Acceptance:
             else:
                 then(child)
         finally:
-            log = child.log
             if child.hung or self.target.left(child):
                 say(f"    ending {run}, at most {options.limits.ending:.0f} s …")
-                left = self.target.end(child, run, log, options.limits)
-                self.left += [left] if left else []
+                left = self.target.end(child, run, child.log, options.limits)
+                if left:
+                    self.left.append(left)
             child.close()
             check.exit_codes.append(child.code())
             self.learn(child)
-        if child.code() == GONE and not child.hung and "no progress for" not in child.text():
+
+        watchdog = "no progress for" in child.text()  # it ends a run with the same exit code
+        if child.code() == GONE and not child.hung and not watchdog:
             self.gone = "the TPU is gone: recreate it, then repeat the command"
         return child
 
@@ -323,255 +430,326 @@ class Acceptance:
             self.versions = start["started"].get("versions", {})
             self.git = start["started"].get("git") or {}
 
+    def on_tpu(self) -> bool:
+        """Returns whether the runs were on TPUs."""
+        return self.hardware.get("kind", "").startswith("TPU")
+
     def failed(self, check: Check, child: Child, why: str = "") -> Failed:
         """Returns the failure of a child, with its last lines."""
         check.last_lines = child.lines[-TAIL:]
         return Failed(why or diagnosis(child))
 
     def measure(self, check: Check, child: Child) -> None:
-        """Takes over what a run has reported of itself."""
+        """Copies into the check what a run has reported of itself."""
         end = child.event("end")
         check.step = step_seconds(child.records())
         check.metrics = end.get("summary", {}).get("metrics", {})
-        check.chip_bytes, check.host_bytes = end.get("chip_bytes"), end.get("host_bytes")
+        check.chip_bytes = end.get("chip_bytes")
+        check.host_bytes = end.get("host_bytes")
         unknown = end.get("chip_bytes_unknown", "")
         if unknown and self.on_tpu():
             check.notes.append(f"the memory of the chips is not known: {unknown}")
 
     def finished(self, check: Check, child: Child) -> None:
-        """Checks that a run has ended well: exit code, result, finite numbers, graph contract, export."""
+        """Checks that a run has ended well: exit code, result, finite numbers, graph contract,
+        export."""
         self.measure(check, child)
         if child.hung or child.code() != 0:
             raise self.failed(check, child)
-        if not child.event("end"):
-            raise self.failed(check, child, "it ended with 0, but did not report a result; look at its log")
+        end = child.event("end")
+        if not end:
+            why = "it ended with 0, but did not report a result; look at its log"
+            raise self.failed(check, child, why)
+
         for record in child.records():
             wrong = not_finite(record["values"])
             if wrong:
-                raise self.failed(check, child, f"a wrong number: {wrong} at step {record['step']}")
+                why = f"a wrong number: {wrong} at step {record['step']}"
+                raise self.failed(check, child, why)
         wrong = not_finite(check.metrics)
         if wrong:
             raise self.failed(check, child, f"a wrong number: {wrong} in the final metrics")
-        report = child.event("end")["summary"].get("report", {})
+
+        report = end["summary"].get("report", {})
         for name in ("recompilations", "fallbacks"):
-            if report.get(name):
-                raise self.failed(check, child, f"{len(report[name])} {name}, expected none: {report[name][0]}")
-        files = child.event("end")["files"]
+            found = report.get(name)
+            if found:
+                why = f"{len(found)} {name}, expected none: {found[0]}"
+                raise self.failed(check, child, why)
+
+        files = end["files"]
         if not any(name.startswith("export/") and size for name, size in files.items()):
-            raise self.failed(check, child, f"there is no export; the run's folder has {', '.join(files) or 'nothing'}")
+            has = ", ".join(files) or "nothing"
+            raise self.failed(check, child, f"there is no export; the run's folder has {has}")
 
-    def on_tpu(self) -> bool:
-        return self.hardware.get("kind", "").startswith("TPU")
-
-    # What is tried.
+    # ---- what is tried -------------------------------------------------------------------------
 
     def doctor(self, check: Check) -> None:
-        """What is missing here, by make doctor."""
+        """Runs make doctor: what it says is missing here fails the check."""
         options = self.options
-        given = {"PYTHON": options.python, "TPU": options.tpu, "ZONE": options.zone, "PROJECT": options.project}
-        given["DATA"] = options.data
-        given["ARGS"] = f"--runs {shlex.quote(options.runs)}" if options.runs else ""
-        words = [f"{name}={value}" for name, value in given.items() if value]
-        child = self.start(check, ["make", "doctor", *words])
-        try:
-            child.follow(options.limits)
-        finally:
-            end_group(child)
-            child.close()
-            check.exit_codes.append(child.code())
+        variables = {
+            "PYTHON": options.python,
+            "TPU": options.tpu,
+            "ZONE": options.zone,
+            "PROJECT": options.project,
+            "DATA": options.data,
+            "ARGS": f"--runs {shlex.quote(options.runs)}" if options.runs else "",
+        }
+        words = [f"{name}={value}" for name, value in variables.items() if value]
+        child = self.run_here(check, ["make", "doctor", *words])
+
         lacks = [line for line in child.lines if line.startswith("fix")]
         check.notes += [line for line in child.lines if line.startswith("none")]
         if child.hung or child.code() not in (0, 1):
             raise self.failed(check, child)
         if child.code() or lacks:
-            raise self.failed(check, child, " | ".join(" ".join(line.split()[1:]) for line in lacks))
+            without_fix = [" ".join(line.split()[1:]) for line in lacks]
+            raise self.failed(check, child, " | ".join(without_fix))
 
     def trial(self, check: Check, script: Script) -> None:
-        """The trial of a script, with evaluation and export: it reaches what convergence tests ask of it."""
+        """Runs the trial of a script, with evaluation and export: it must reach what convergence
+        tests ask of it."""
         check.recipe = f"trial {script.name}"
         ranges = expected.LEARNED[script.name]
         check.expected = {name: list(bounds) for name, bounds in ranges.items()}
         child = self.train(check, f"{self.stamp}-{script.name}", script.words, "")
         self.finished(check, child)
-        self.unbroken[script.name] = child  # also one with a wrong metric: what resumes is to be the same
+
+        # Also one with a wrong metric: what resumes is to be the same.
+        self.unbroken[script.name] = child
         wrong = out_of_range(check.metrics, ranges)
         if wrong:
             raise self.failed(check, child, f"a wrong number: {wrong}")
-        if not any(name.startswith("eval/") for record in child.records() for name in record["values"]):
-            raise self.failed(check, child, "it was never evaluated: no line of metrics has eval/…")
+        for record in child.records():
+            if any(name.startswith("eval/") for name in record["values"]):
+                return
+        why = "it was never evaluated: no line of metrics has eval/…"
+        raise self.failed(check, child, why)
 
     def resume(self, check: Check, script: Script) -> None:
-        """The same trial, killed between two checkpoints and resumed: its numbers are those of the unbroken one."""
+        """Runs the same trial, kills it between two checkpoints and resumes it: its numbers must be
+        those of the unbroken one."""
         unbroken = self.unbroken.get(script.name)
         if unbroken is None:
-            raise NotRun(f"there is no trial of {script.name} that ended, to compare it with")
+            lack = f"there is no trial of {script.name} that ended"
+            raise NotRun(f"{lack}, to compare it with")
         run = f"{self.stamp}-{script.name}-killed"
         killed = self.train(check, run, script.words, f"--kill-at {script.kill_at}")
         if killed.hung or killed.code() != KILLED:
-            why = "" if killed.hung or killed.code() else f"it was not killed after step {script.kill_at}, but ended"
+            why = ""
+            if not killed.hung and not killed.code():
+                why = f"it was not killed after step {script.kill_at}, but ended"
             raise self.failed(check, killed, why)
+
         resumed = self.train(check, run, script.words, "")
         self.resumed[script.name] = resumed
         self.finished(check, resumed)
-        start = resumed.event("start")["step"]
-        if not start:
-            files = ", ".join(resumed.event("start")["files"])
-            raise self.failed(check, resumed, f"it did not resume, but began again; the run's folder had {files}")
-        check.notes.append(f"killed after step {script.kill_at}, resumed after step {start}")
-        again = lines_of_steps(killed)
-        again.update(lines_of_steps(resumed))
-        apart = difference(lines_of_steps(unbroken), again)
+        start = resumed.event("start")
+        if not start["step"]:
+            files = ", ".join(start["files"])
+            why = f"it did not resume, but began again; the run's folder had {files}"
+            raise self.failed(check, resumed, why)
+        resumed_after = f"resumed after step {start['step']}"
+        check.notes.append(f"killed after step {script.kill_at}, {resumed_after}")
+        self.check_same(check, unbroken, killed, resumed)
+
+    def check_same(self, check: Check, unbroken: Child, killed: Child, resumed: Child) -> None:
+        """Checks that a run with a break has the numbers of the one without."""
+        both = lines_of_steps(killed)
+        both.update(lines_of_steps(resumed))
+        apart = difference(lines_of_steps(unbroken), both)
         if apart:
-            raise self.failed(check, resumed, f"a wrong number: {apart} in the run without a break")
+            why = f"a wrong number: {apart} in the run without a break"
+            raise self.failed(check, resumed, why)
         metrics = unbroken.event("end")["summary"]["metrics"]
         if metrics != check.metrics:
-            told = f"the final metrics are {check.metrics}, and {metrics} without a break"
-            raise self.failed(check, resumed, f"a wrong number: {told}")
+            final = f"the final metrics are {check.metrics}, and {metrics} without a break"
+            raise self.failed(check, resumed, f"a wrong number: {final}")
 
     def hosts(self, check: Check) -> None:
-        """A checkpoint that several hosts have written together, from which they resumed: DLRM's, of sharded tables."""
+        """Looks at a checkpoint that several hosts have written together, and from which they have
+        resumed: DLRM's, of sharded tables."""
         hosts = self.hardware.get("hosts", 0)
         if hosts == 1:
             raise NotRun("there is one host")
         resumed = self.resumed.get("dlrm")
         if resumed is None or not resumed.event("start"):
             raise NotRun("it looks at what dlrm: kill and resume left, which was not run")
+
         start = resumed.event("start")
         folder = f"checkpoints/step_{start['step']:08d}/"
         names = [name[len(folder) :] for name in start["files"] if name.startswith(folder)]
-        parts = [f"tables-{host:05d}.json" for host in range(hosts)]
-        missing = [name for name in ["COMPLETE", *parts] if name not in names]
+        needed = ["COMPLETE", *(f"tables-{host:05d}.json" for host in range(hosts))]
+        missing = [name for name in needed if name not in names]
         if missing:
-            raise Failed(f"{folder} lacks {', '.join(missing)}; it has {', '.join(names) or 'nothing'}")
+            has = ", ".join(names) or "nothing"
+            raise Failed(f"{folder} lacks {', '.join(missing)}; it has {has}")
         check.notes.append(f"{folder} has the parts of {hosts} hosts")
 
     def stop(self, check: Check) -> None:
-        """A run that is asked to stop saves, ends with 143, and resumes."""
+        """Asks a run to stop: it must save, end with 143, and resume."""
         tried = [check.name for check in self.checks]
-        chosen = [one for one in SCRIPTS if f"{one.name}: trial" in tried] or SCRIPTS
-        script = chosen[0]
+        chosen = [script for script in SCRIPTS if f"{script.name}: trial" in tried]
+        script = (chosen or SCRIPTS)[0]
         run = f"{self.stamp}-{script.name}-stopped"
-        limits = self.options.limits
+        ask_to_stop = partial(self.ask_to_stop, check, run)
 
-        def stop_after_two_lines(child: Child) -> None:
-            if child.follow(limits, lambda: len(child.records()) >= 2):
-                wrong = self.target.stop(child, run, child.log, limits)
-                if wrong:
-                    raise self.failed(check, child, wrong)
-                asked = time.monotonic()
-                if child.follow(limits, lambda: time.monotonic() - asked > limits.ending):
-                    child.hung = f"it did not end within {limits.ending:.0f} s after it was asked to stop"
-
-        def stopped(child: Child) -> None:
-            if child.hung or child.code() != STOPPED:
-                what = f"it ended with {child.code()} when it was asked to stop, expected {STOPPED}"
-                raise self.failed(check, child, "" if child.hung or child.code() else what)
-
-        first = self.train(check, run, script.words, script.long, stop_after_two_lines)
-        stopped(first)
-        second = self.train(check, run, script.words, script.long, stop_after_two_lines)
-        start = second.event("start").get("step", 0)
+        first = self.train(check, run, script.words, script.long, ask_to_stop)
+        self.check_stopped(check, first)
+        second = self.train(check, run, script.words, script.long, ask_to_stop)
+        start = second.event("start")
+        step = start.get("step", 0)
         last = max(record["step"] for record in first.records())
-        if second.event("start") and start < last:
-            why = f"it resumed after step {start}, though it was stopped after step {last}: nothing was saved"
-            raise self.failed(check, second, why)
-        stopped(second)
+        if start and step < last:
+            resumed = f"it resumed after step {step}, though it was stopped after step {last}"
+            raise self.failed(check, second, f"{resumed}: nothing was saved")
+        self.check_stopped(check, second)
+
         files = second.event("start")["files"]
-        if f"checkpoints/step_{start:08d}/COMPLETE" not in files:
-            raise self.failed(check, second, f"there is no whole checkpoint of step {start} among {', '.join(files)}")
-        check.notes.append(f"{script.name}, stopped after step {start}, saved, resumed there")
+        if f"checkpoints/step_{step:08d}/COMPLETE" not in files:
+            whole = f"there is no whole checkpoint of step {step}"
+            raise self.failed(check, second, f"{whole} among {', '.join(files)}")
+        check.notes.append(f"{script.name}, stopped after step {step}, saved, resumed there")
+
+    def ask_to_stop(self, check: Check, run: str, child: Child) -> None:
+        """Asks a run to stop once it has printed two lines of metrics, and waits for its end."""
+        limits = self.options.limits
+        if not child.follow(limits, lambda: len(child.records()) >= LINES_BEFORE_STOP):
+            return
+        wrong = self.target.stop(child, run, child.log, limits)
+        if wrong:
+            raise self.failed(check, child, wrong)
+
+        asked = time.monotonic()
+        if child.follow(limits, lambda: time.monotonic() - asked > limits.ending):
+            end = f"it did not end within {limits.ending:.0f} s"
+            child.hung = f"{end} after it was asked to stop"
+
+    def check_stopped(self, check: Check, child: Child) -> None:
+        """Checks that a run has ended as one that was stopped."""
+        if not child.hung and child.code() == STOPPED:
+            return
+        why = ""
+        if not child.hung and not child.code():
+            ended = f"it ended with {child.code()} when it was asked to stop"
+            why = f"{ended}, expected {STOPPED}"
+        raise self.failed(check, child, why)
 
     def speed(self, check: Check) -> None:
-        """A step of ResNet-50's own size beside what make compile estimates of it: time and memory."""
-        kind, devices = self.hardware.get("kind", ""), self.hardware.get("devices", 0)
+        """Measures a step of ResNet-50's own size, and compares its time and memory with what make
+        compile estimates."""
+        kind = self.hardware.get("kind", "")
+        devices = self.hardware.get("devices", 0)
         if not kind:
             raise NotRun("no run has told on what hardware it is; it needs the trial of a script")
         if not self.on_tpu():
             raise NotRun(f"no estimate for a {kind}")
-        where = expected.topology(kind, devices)
-        if not where:
+        topology = expected.topology(kind, devices)
+        if not topology:
             raise NotRun(f"make compile knows no topology of {devices} devices of {kind}")
 
-        batch = min(expected.SPEED_BATCH, expected.SPEED_IMAGES // devices)
-        epochs = max(2, math.ceil(expected.SPEED_STEPS * batch * devices / expected.SPEED_IMAGES))
-        flags = f"--batch-size {batch * devices} --epochs {epochs} --eval-every {epochs} --warmup-epochs 1"
+        per_device = min(expected.SPEED_BATCH, expected.SPEED_IMAGES // devices)
+        batch = per_device * devices
+        epochs = max(2, math.ceil(expected.SPEED_STEPS * batch / expected.SPEED_IMAGES))
+        flags = f"--batch-size {batch} --epochs {epochs} --eval-every {epochs} --warmup-epochs 1"
         flags += " --save-every 1000000 --log-every 5"
         child = self.train(check, f"{self.stamp}-speed", expected.SPEED_WORDS, flags)
         self.finished(check, child)
         if not check.step:
             raise self.failed(check, child, "it reported no time of a step")
-        check.estimate = self.estimate(check, where, batch)
+        check.estimate = self.estimate(check, topology, per_device)
         self.compare(check, child)
 
-    def estimate(self, check: Check, where: str, batch: int) -> dict[str, Any]:
-        """Returns what make compile says of the step; raises NotThere where its compiler is not installed."""
+    def estimate(self, check: Check, topology: str, batch: int) -> dict[str, Any]:
+        """Returns what make compile says of the step; raises NotThere where its compiler is not
+        installed. batch: images per device."""
         libtpu = self.versions.get("libtpu", "")
         file = self.options.out / "estimate.json"
-        words = [*expected.SPEED_WORDS.split()[:2], f"TOPOLOGY={where}", f"BATCH={batch}", "EFFORT=full"]
-        words += [f"OUT={os.path.abspath(file)}"]
-        words += [f"LIBTPU_VERSION={libtpu}"] if libtpu else []
-        words += [f"PYTHON={self.options.python}"] if self.options.python else []
+        words = expected.SPEED_WORDS.split()[:2]
+        words += [f"TOPOLOGY={topology}", f"BATCH={batch}", "EFFORT=full"]
+        words.append(f"OUT={os.path.abspath(file)}")
+        if libtpu:
+            words.append(f"LIBTPU_VERSION={libtpu}")
+        if self.options.python:
+            words.append(f"PYTHON={self.options.python}")
         command = ["make", "compile", *words]
+
         installed = [path.parent.name for path in self.folder.glob(".libtpu/*/.installed")]
-        if libtpu not in installed if libtpu else not installed:
+        is_installed = libtpu in installed if libtpu else bool(installed)
+        if not is_installed:
             lack = f"the compiler that estimates, libtpu {libtpu}, is not installed here"
-            median = 1000 * check.step["median"]
-            raise NotThere(f"{lack}; measured: {median:.1f} ms a step. It comes with: {shlex.join(command)}")
-        child = self.start(check, command)
-        try:
-            child.follow(self.options.limits)
-        finally:
-            end_group(child)
-            child.close()
-            check.exit_codes.append(child.code())
+            milliseconds = f"{1000 * check.step['median']:.1f} ms a step"
+            comes_with = f"It comes with: {shlex.join(command)}"
+            raise NotThere(f"{lack}; measured: {milliseconds}. {comes_with}")
+
+        child = self.run_here(check, command)
         if child.code() == COMPILER_DIED:
-            told = last_line([line for line in child.lines if line.startswith("error: ")])
-            raise self.failed(check, child, f"the compiler died on this machine: {told[:300]}")
+            error = last_line([line for line in child.lines if line.startswith("error: ")])
+            why = f"the compiler died on this machine: {error[:300]}"
+            raise self.failed(check, child, why)
         if child.hung or child.code():
             raise self.failed(check, child)
         found = json.loads(file.read_text())
-        names = ("estimated_seconds", "roofline_seconds", "memory", "cycles")
-        return {"topology": where, "batch": batch, "libtpu": libtpu, **{name: found.get(name) for name in names}}
+        estimate = {"topology": topology, "batch": batch, "libtpu": libtpu}
+        for name in ("estimated_seconds", "roofline_seconds", "memory", "cycles"):
+            estimate[name] = found.get(name)
+        return estimate
 
     def compare(self, check: Check, child: Child) -> None:
         """Compares the step with its estimate: a slow chip takes far longer."""
-        estimate, step = check.estimate, check.step
-        seconds, most = estimate["estimated_seconds"], self.options.slow or expected.SLOW_ESTIMATE
+        estimate = check.estimate
+        seconds = estimate["estimated_seconds"]
+        most = self.options.slow or expected.SLOW_ESTIMATE
         of = "the compiler's estimate"
         if seconds is None:
             seconds = max(estimate["roofline_seconds"].values())
-            most, of = self.options.slow or expected.SLOW_ROOFLINE, "the roofline (the clock is not published)"
+            most = self.options.slow or expected.SLOW_ROOFLINE
+            of = "the roofline (the clock is not published)"
+
+        step = check.step
         factor = step["median"] / seconds
         estimate.update({"factor": factor, "most": most, "of": of})
-        told = f"a step takes {1000 * step['median']:.1f} ms, {factor:.2f} times {of}, {1000 * seconds:.1f} ms"
+        median = f"{1000 * step['median']:.1f} ms"
+        takes = f"a step takes {median}, {factor:.2f} times {of}, {1000 * seconds:.1f} ms"
         spread = f"least {1000 * step['least']:.1f}, most {1000 * step['most']:.1f} ms"
-        check.notes.append(f"{told} ({spread})")
+        check.notes.append(f"{takes} ({spread})")
         if check.chip_bytes:
-            needed = estimate["memory"]["needed"]
-            check.notes.append(f"memory of a chip: {check.chip_bytes / 2**30:.2f} GiB, estimated {needed / 2**30:.2f}")
+            used = check.chip_bytes / GIBIBYTE
+            needed = estimate["memory"]["needed"] / GIBIBYTE
+            check.notes.append(f"memory of a chip: {used:.2f} GiB, estimated {needed:.2f}")
+
         if factor <= most:
             return
         if step["input_wait"] > expected.INPUT_BOUND:
             share = f"{100 * step['input_wait']:.0f} % of it waits for a batch"
-            raise self.failed(check, child, f"{told}, but {share}: the host is slow, and the chip is not known to be")
-        why = f"{told}, more than {most:g} times: a slow chip ({spread})"
-        raise self.failed(check, child, f"{why}; create the TPU again, and if it is so again, send the page")
+            slow_host = "the host is slow, and the chip is not known to be"
+            raise self.failed(check, child, f"{takes}, but {share}: {slow_host}")
+        slow_chip = f"{takes}, more than {most:g} times: a slow chip ({spread})"
+        remedy = "create the TPU again, and if it is so again, send the page"
+        raise self.failed(check, child, f"{slow_chip}; {remedy}")
 
     def predict(self, check: Check) -> None:
-        """Prediction with an export, once there is such a target of make."""
+        """Will predict with an export, once there is such a target of make."""
         makefile = (self.folder / "Makefile").read_text()
         if re.search(r"^predict\b[^=\n]*:", makefile, re.MULTILINE) is None:
             raise NotThere("there is no make predict")
-        raise NotRun("make predict is there, but tpu/accept does not call it yet: Acceptance.predict is its place")
+        raise NotRun(
+            "make predict is there, but tpu/accept does not call it yet: Acceptance.predict is its"
+            " place"
+        )
 
     def recipe(self, check: Check, name: str) -> None:
-        """A published recipe, for docs/results.md."""
+        """Runs a published recipe, for docs/results.md."""
         recipe = RECIPES[name]
         check.recipe = name
-        check.expected = {"published": recipe.target} if recipe.target else {}
-        words = f"{recipe.words} {shlex.quote(f'DATA={self.options.data}')}"
-        child = self.train(check, self.options.name or f"{self.stamp}-{name}", words, "")
+        if recipe.target:
+            check.expected = {"published": recipe.target}
+        data = shlex.quote(f"DATA={self.options.data}")
+        run = self.options.name or f"{self.stamp}-{name}"
+        child = self.train(check, run, f"{recipe.words} {data}", "")
         self.finished(check, child)
+
+    # ---- what came of it -----------------------------------------------------------------------
 
     def found(self) -> dict[str, Any]:
         """Returns the content of the JSON file."""

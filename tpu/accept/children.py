@@ -1,7 +1,8 @@
 """The programs that an acceptance starts: their log, their reports, their time limits, their end.
 
-A child runs in a session of its own, so that Ctrl-C reaches us alone, and we end what we have started: see `Here` and
-`Tpu`, which also know how a run is started, asked to stop and ended in each place.
+A child runs in a session of its own, so that Ctrl-C reaches us alone, and we end what we have
+started: see `Here` and `Tpu`, which also know how a run is started, asked to stop and ended in each
+place.
 """
 
 from __future__ import annotations
@@ -23,9 +24,22 @@ from typing import Any
 
 MARK = "report "  # train/common/watch/report.py
 TAIL = 20  # lines that a page shows of a failed child
+KEPT_LINES = 10 * TAIL
 LOOK = 0.2  # seconds between two looks
 # What make hands to a make that it starts, and what it was given: neither is meant for the runs.
-OF_MAKE = ("MAKEFLAGS", "MFLAGS", "MAKEOVERRIDES", "MAKELEVEL", "TPU", "ZONE", "PROJECT", "ARGS", "RUNS", "OUT", "RUN")
+OF_MAKE = (
+    "MAKEFLAGS",
+    "MFLAGS",
+    "MAKEOVERRIDES",
+    "MAKELEVEL",
+    "TPU",
+    "ZONE",
+    "PROJECT",
+    "ARGS",
+    "RUNS",
+    "OUT",
+    "RUN",
+)
 INTERRUPTED = threading.Event()
 
 
@@ -34,29 +48,43 @@ class Interrupted(Exception):
 
 
 def catch_signals() -> None:
-    """Lets Ctrl-C, SIGTERM and SIGHUP end the acceptance at the next look, and not in the middle of a line."""
+    """Lets Ctrl-C, SIGTERM and SIGHUP end the acceptance at the next look, and not in the middle of
+    a line."""
+
+    def interrupt(*_: object) -> None:
+        INTERRUPTED.set()
+
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, lambda *_: INTERRUPTED.set())
+        signal.signal(number, interrupt)
 
 
 def environment(recorded: Path) -> dict[str, str]:
-    """Returns the environment of a child. `recorded`: where `make train` and `make compile` write the exit code of the
-    program that they start; make's own is 2 for any failure."""
-    kept = {name: value for name, value in os.environ.items() if name not in OF_MAKE}
-    return {**kept, "LC_ALL": "C.UTF-8", "PYTHONUNBUFFERED": "1", "XLA_ZOO_EXIT_CODE": str(recorded)}
+    """Returns the environment of a child.
+
+    Args:
+        recorded: where `make train` and `make compile` write the exit code of the program that they
+            start; make's own is 2 for any failure.
+    """
+    found = {name: value for name, value in os.environ.items() if name not in OF_MAKE}
+    found["LC_ALL"] = "C.UTF-8"
+    found["PYTHONUNBUFFERED"] = "1"
+    found["XLA_ZOO_EXIT_CODE"] = str(recorded)
+    return found
 
 
 def read_report(line: str) -> tuple[dict, str]:
     """Returns the report in a line, {} if there is none, and the rest of the line.
 
-    In the log of a worker two programs write: what one says may get between a line of the other and its end.
+    In the log of a worker two programs write: what one says may get between a line of the other and
+    its end.
     """
     before, mark, after = line.partition(f"{MARK}{{")
     if mark:
+        content = "{" + after
         with contextlib.suppress(ValueError):
-            event, end = json.JSONDecoder().raw_decode("{" + after)
+            event, end = json.JSONDecoder().raw_decode(content)
             if "event" in event:
-                return event, before + after[end - 1 :]
+                return event, before + content[end:]
     return {}, line
 
 
@@ -78,7 +106,9 @@ class Child:
         log: the file of what it printed.
         events: its reports.
         lines: the last ones that it printed, without reports.
-        hung: which time limit it went over; "": none.
+        hung: which time limit it exceeded; "": none.
+        began, heard: when it was started, and when it printed its last line (monotonic).
+        compiling: what it compiles, "train_step with libtpu 0.0.21"; "": nothing.
         recorded: the exit code of the program that make has started, once the child is closed.
     """
 
@@ -95,8 +125,9 @@ class Child:
 
     def start(self, folder: Path) -> None:
         """Starts the program in a folder."""
-        self.began = self.heard = time.monotonic()
-        self._queue: queue.Queue = queue.Queue()
+        self.began = time.monotonic()
+        self.heard = self.began
+        self._queue: queue.Queue[str] = queue.Queue()
         self._file = self.log.open("a", errors="replace")
         self._file.write(f"$ {self.shown()}\n")
         self._recorded = self.log.with_suffix(".exit-code").absolute()
@@ -119,10 +150,12 @@ class Child:
             self._readers.append(reader)
 
     def shown(self) -> str:
+        """Returns the command as a person can repeat it."""
         return shlex.join(self.command)
 
     def _read(self, stream: Any) -> None:
-        """Passes the lines of a stream on; stdout and stderr apart, so that no line of one is cut by the other."""
+        """Passes the lines of a stream on; stdout and stderr apart, so that no line of one is cut
+        by the other."""
         for line in stream:
             self._queue.put(line)
 
@@ -135,24 +168,28 @@ class Child:
                 self._hear(line)
 
     def _hear(self, line: str) -> None:
+        """Writes a line to the log, and reads what it says."""
         self.heard = time.monotonic()
         self._file.write(line)
         self._file.flush()
-        line = line.rstrip("\n")
-        event, line = read_report(line)
+        event, line = read_report(line.rstrip("\n"))
         if event:
             self.events.append(event)
             if not line:
                 return
-        self.lines = [*self.lines[1 - TAIL * 10 :], line]
+        self.lines.append(line)
+        del self.lines[:-KEPT_LINES]
+
         found = re.search(r"compil(ing|ed) (\w+) (?:with|in) (.*)", line)
         if found:
-            self.compiling = f"{found[2]} with {found[3]}" if found[1] == "ing" else ""
+            begins = found[1] == "ing"
+            self.compiling = f"{found[2]} with {found[3]}" if begins else ""
 
     def follow(self, limits: Limits, until: Callable[[], bool] | None = None) -> bool:
         """Waits for the end of the child, or until a condition holds. Returns whether it does.
 
-        A child that goes over a limit is `hung`; whoever started it ends it. Raises Interrupted after Ctrl-C.
+        A child that exceeds a limit is `hung`; whoever started it ends it. Raises Interrupted after
+        Ctrl-C.
         """
         while True:
             if INTERRUPTED.is_set():
@@ -160,7 +197,7 @@ class Child:
             over = self.process.poll() is not None
             if over:
                 for reader in self._readers:
-                    reader.join(2)  # what it leaves behind may keep its end open
+                    reader.join(2)  # a process that it leaves behind may hold the stream open
             self._take(0.0 if over else LOOK)
             if until is not None and until():
                 return True
@@ -171,12 +208,16 @@ class Child:
                 return False
 
     def _over_limit(self, limits: Limits) -> str:
+        """Returns which time limit is exceeded, "" if none is."""
         now = time.monotonic()
         if limits.whole and now - self.began > limits.whole:
-            return f"it was not over after {limits.whole:.0f} s, the limit of --limit; it was {self.place()}"
-        quiet = now - self.heard
-        if limits.silent and self.event("start") and not self.compiling and quiet > limits.silent:
-            return f"it printed nothing for {limits.silent:.0f} s, the limit of --silent; it was {self.place()}"
+            limit = f"{limits.whole:.0f} s, the limit of --limit"
+            return f"it was not over after {limit}; it was {self.place()}"
+
+        may_be_silent = not limits.silent or self.compiling or not self.event("start")
+        if not may_be_silent and now - self.heard > limits.silent:
+            limit = f"{limits.silent:.0f} s, the limit of --silent"
+            return f"it printed nothing for {limit}; it was {self.place()}"
         return ""
 
     def place(self) -> str:
@@ -185,8 +226,8 @@ class Child:
             return f"compiling {self.compiling}"
         if not self.event("start"):
             return "before its first step"
-        steps = [event["step"] for event in self.events if event["event"] == "line"]
-        return f"after step {steps[-1]}" if steps else "in its first steps"
+        records = self.records()
+        return f"after step {records[-1]['step']}" if records else "in its first steps"
 
     def event(self, name: str) -> dict:
         """Returns the last report of this name, {} without one."""
@@ -200,6 +241,7 @@ class Child:
         return [event for event in self.events if event["event"] == "line"]
 
     def text(self) -> str:
+        """Returns its last lines, without reports."""
         return "\n".join(self.lines)
 
     def close(self) -> None:
@@ -222,15 +264,19 @@ class Child:
 
 
 def kill_group(child: Child, number: int) -> None:
+    """Sends a signal to all processes of the child's group."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(child.process.pid, number)
 
 
 def group_lives(child: Child) -> bool:
-    """Returns whether a process of the child's group is left; one that has ended and waits for make is none."""
+    """Returns whether a process of the child's group is left; one that has ended and waits for make
+    is none."""
     for path in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
-            state, _, group = path.read_text().rpartition(")")[2].split()[:3]
+            # pid (name) state parent group …; the name itself may contain ")".
+            after_name = path.read_text().rpartition(")")[2]
+            state, _, group = after_name.split()[:3]
             if int(group) == child.process.pid and state not in "ZX":
                 return True
     return False
@@ -263,7 +309,8 @@ class Here:
     name = "this machine"
 
     def __init__(self, folder: Path, python: str):
-        self.folder, self.python = folder, python
+        self.folder = folder
+        self.python = python
 
     def train(self, run: str, words: str, flags: str) -> list[str]:
         """Returns the command that trains."""
@@ -289,20 +336,27 @@ class Here:
 class Tpu:
     """Runs on the workers of a TPU, by the launcher's command line."""
 
-    def __init__(self, folder: Path, tpu: str, zone: str, project: str, given: str):
-        self.folder, self.name, self.given = folder, tpu, given
-        place = ["--tpu", tpu]
-        place += ["--zone", zone] if zone else []
-        place += ["--project", project] if project else []
-        self.place = place
+    def __init__(self, folder: Path, tpu: str, zone: str, project: str, launch_args: str):
+        self.folder = folder
+        self.name = tpu
+        self.launch_args = launch_args
+        self.location = ["--tpu", tpu]
+        if zone:
+            self.location += ["--zone", zone]
+        if project:
+            self.location += ["--project", project]
 
     def launch(self, verb: str, run: str, *more: str) -> list[str]:
-        return ["python3", "-m", "tpu.launch", verb, *self.place, *shlex.split(self.given), "--run", run, *more]
+        """Returns a command of the launcher."""
+        flags = [*self.location, *shlex.split(self.launch_args), "--run", run]
+        return ["python3", "-m", "tpu.launch", verb, *flags, *more]
 
     def train(self, run: str, words: str, flags: str) -> list[str]:
+        """Returns the command that trains."""
         return self.launch("train", run, "--", *shlex.split(words), f"ARGS={flags}")
 
     def stop(self, child: Child, run: str, log: Path, limits: Limits) -> str:
+        """Asks a run to save and stop. Returns what went wrong, "" if nothing."""
         asked = Child(self.launch("stop", run), log)
         asked.start(self.folder)
         try:
@@ -323,12 +377,17 @@ class Tpu:
         return code is None or code < 0 or code in (1, 130)
 
     def end(self, child: Child, run: str, log: Path, limits: Limits) -> str:
-        """Ctrl-C lets the launcher stop what it has begun, also a run that is only about to start; stop makes sure."""
+        """Ends whatever is left of a run. Returns what may still run, "" if nothing.
+
+        Ctrl-C lets the launcher stop what it has begun, also a run that is only about to start;
+        stop makes sure.
+        """
         if child.process.poll() is None:
             kill_group(child, signal.SIGINT)
             wait_for(lambda: child.process.poll() is not None, limits.ending)
         kill_group(child, signal.SIGKILL)
         child.process.wait()
+
         asked = Child(self.launch("stop", run), log)
         asked.start(self.folder)
         wait_for(lambda: asked.process.poll() is not None, limits.ending)
@@ -337,7 +396,8 @@ class Tpu:
         asked.close()
         # It refuses to stop another run than ours, which is none of ours to end.
         if asked.process.returncode and "does not run there" not in asked.text():
-            return f"{run}: {last_line(asked.lines)}; look: {shlex.join(self.launch('status', run))}"
+            look = shlex.join(self.launch("status", run))
+            return f"{run}: {last_line(asked.lines)}; look: {look}"
         return ""
 
 
@@ -348,6 +408,7 @@ def say(text: str) -> None:
 
 
 def last_line(lines: list[str]) -> str:
+    """Returns the last line that is not empty."""
     for line in reversed(lines):
         if line.strip():
             return line.strip()

@@ -1,10 +1,12 @@
-"""What a trial must reach, and which recipes the table of docs/results.md has. Standard library only, Python 3.9."""
+"""What a trial must reach, and which recipes the table of docs/results.md has. Standard library
+only, Python 3.9."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-# The ranges of a trial's final metrics, by script. Convergence tests (tests/trials.py) read them here, too.
+# The ranges of a trial's final metrics, by script. Convergence tests (tests/trials.py) read them
+# here, too.
 LEARNED = {
     "resnet50": {"top1": (0.9, 1.0), "top5": (0.9, 1.0), "loss": (0.0, 0.6)},  # chance: 0.1 and 2.3
     "dlrm": {"auc": (0.78, 0.86), "ne": (0.0, 0.82)},
@@ -21,7 +23,8 @@ class Script:
     name: str
     words: str  # of make train
     kill_at: int  # a step between two checkpoints of the trial
-    long: str  # flags of a run that does not end by itself within an hour; it saves when it is stopped
+    # Flags of a run that does not end by itself within an hour; it saves when it is stopped.
+    long: str
     label: str
 
 
@@ -70,31 +73,64 @@ class Recipe:
 
     words: str  # of make train, without DATA=
     label: str
-    target: str
+    target: str  # what was published, in words; "": nothing was
 
 
 RECIPES = {
-    "resnet50": Recipe("MODEL=resnet50 PRESET=full", "ResNet-50 v1.5, ImageNet, 90 epochs", "76.3 % top-1"),
-    "dlrm-v1": Recipe("MODEL=dlrm PRESET=mlperf_v1", "DLRM `mlperf_v1`, Criteo Terabyte", "AUC 0.8025"),
-    "dlrm-v2": Recipe("MODEL=dlrm PRESET=mlperf_v2", "DLRM-DCNv2 `mlperf_v2`, Criteo Terabyte", "AUC 0.80275"),
-    "transformer-big": Recipe("MODEL=transformer PRESET=big", "Transformer big, WMT'16 en-de", "28.6 BLEU"),
-    "transformer-wmt18": Recipe("MODEL=transformer PRESET=wmt18", "Transformer `wmt18`", "29.0 BLEU"),
-    "bert-mrpc": Recipe("MODEL=bert TASK=mrpc PRESET=full", "BERT-base, MRPC", "F1 88.9 on the test set"),
-    "bert-pretrain": Recipe("MODEL=bert TASK=pretrain PRESET=full", "BERT-base, pretraining", ""),
+    "resnet50": Recipe(
+        words="MODEL=resnet50 PRESET=full",
+        label="ResNet-50 v1.5, ImageNet, 90 epochs",
+        target="76.3 % top-1",
+    ),
+    "dlrm-v1": Recipe(
+        words="MODEL=dlrm PRESET=mlperf_v1",
+        label="DLRM `mlperf_v1`, Criteo Terabyte",
+        target="AUC 0.8025",
+    ),
+    "dlrm-v2": Recipe(
+        words="MODEL=dlrm PRESET=mlperf_v2",
+        label="DLRM-DCNv2 `mlperf_v2`, Criteo Terabyte",
+        target="AUC 0.80275",
+    ),
+    "transformer-big": Recipe(
+        words="MODEL=transformer PRESET=big",
+        label="Transformer big, WMT'16 en-de",
+        target="28.6 BLEU",
+    ),
+    "transformer-wmt18": Recipe(
+        words="MODEL=transformer PRESET=wmt18",
+        label="Transformer `wmt18`",
+        target="29.0 BLEU",
+    ),
+    "bert-mrpc": Recipe(
+        words="MODEL=bert TASK=mrpc PRESET=full",
+        label="BERT-base, MRPC",
+        target="F1 88.9 on the test set",
+    ),
+    "bert-pretrain": Recipe(
+        words="MODEL=bert TASK=pretrain PRESET=full",
+        label="BERT-base, pretraining",
+        target="",
+    ),
 }
 
-# Of a step that is large enough for the chip, and not its host, to be what takes the time: ResNet-50's own, on
-# synthetic images of 224 pixels. Its 10 classes instead of 1,000 take 0.1 % of the work.
+# A step that is large enough for the chip, and not its host, to be what takes the time: ResNet-50's
+# own, on synthetic images of 224 pixels. Its 10 classes instead of 1,000 take 0.1 % of the work.
 SPEED_WORDS = "MODEL=resnet50 PRESET=full DATA=synthetic"
-SPEED_BATCH, SPEED_IMAGES, SPEED_STEPS = 128, 2048, 60  # images a chip, in the synthetic data; steps
+SPEED_BATCH = 128  # images per chip, at most
+SPEED_IMAGES = 2048  # in the synthetic data
+SPEED_STEPS = 60  # at least
 
-# How much slower than its estimate a step may be. Others' published logs took 0.57 to 1.0 of libtpu's estimate of such
-# steps (docs/compile.md); twice leaves room for what carries no estimate. Where the clock of a chip is not published
-# there are no seconds: the roofline is a lower bound, of which ResNet-50's estimate on v5e is the double.
-SLOW_ESTIMATE, SLOW_ROOFLINE = 2.0, 4.0
-INPUT_BOUND = 0.1  # share of the time that waits for a batch, from which on the step says nothing of the chip
+# How much slower than its estimate a step may be. Others' published logs took 0.57 to 1.0 of
+# libtpu's estimate of such steps (docs/compile.md); twice leaves room for what carries no estimate.
+SLOW_ESTIMATE = 2.0
+# Where the clock of a chip is not published there are no seconds: the roofline is a lower bound, of
+# which ResNet-50's estimate on v5e is the double.
+SLOW_ROOFLINE = 4.0
+INPUT_BOUND = 0.1  # share of input wait from which on the step says nothing about the chip
 
-# By what torch_xla calls a device: the name of its generation for make compile, and how its shapes are written.
+# By what torch_xla calls a device: the name of its generation for make compile, and how many
+# dimensions its shapes have.
 GENERATIONS = {
     "TPU v2": ("v2", 2),
     "TPU v3": ("v3", 2),
@@ -104,7 +140,7 @@ GENERATIONS = {
     "TPU v6 lite": ("v6e", 2),
     "TPU7x": ("TPU7x", 3),
 }
-TWO_CORES = ("TPU v2", "TPU v3", "TPU7x")  # two devices a chip
+TWO_CORES = ("TPU v2", "TPU v3", "TPU7x")  # two devices per chip
 SHAPES = {  # chips: shape of two, of three dimensions
     1: ("1x1", "1x1x1"),
     4: ("2x2", "2x2x1"),
@@ -118,7 +154,8 @@ SHAPES = {  # chips: shape of two, of three dimensions
 
 
 def topology(kind: str, devices: int) -> str:
-    """Returns what make compile calls so many devices of this kind, "v5e:2x4"; "" where it knows none."""
+    """Returns what make compile calls so many devices of this kind, "v5e:2x4"; "" where it knows
+    none."""
     if kind not in GENERATIONS:
         return ""
     generation, dimensions = GENERATIONS[kind]
@@ -126,4 +163,5 @@ def topology(kind: str, devices: int) -> str:
     shapes = SHAPES.get(chips)
     if shapes is None:
         return ""
-    return f"{generation}:{shapes[dimensions - 2]}"
+    shape = shapes[dimensions - 2]
+    return f"{generation}:{shape}"

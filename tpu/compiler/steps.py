@@ -25,7 +25,7 @@ from train import dlrm, pretrain, resnet50, transformer
 from train import glue as glue_script
 from train.common import accumulate, device
 from train.common.xla.step_loop import StepLoop
-from train.translate import Translator, rows
+from train.translate import Translator, rows_per_batch
 
 U8 = torch.uint8
 I32 = torch.int32
@@ -134,7 +134,7 @@ def beam_search(one: Step) -> Step:
     runs it."""
     state, batch, config, mesh = one.arguments
     tokens = batch["source"].shape[1]
-    sentences = rows(config.batch_tokens // config.beam, tokens, mesh.num_devices)
+    sentences = rows_per_batch(config.batch_tokens // config.beam, tokens, mesh.num_devices)
     sources = staging.inputs({"source": ((sentences, tokens), I32)}, mesh)
     search = Translator(state.model, mesh, config)
 
@@ -221,8 +221,8 @@ def text(
     config = pretrain.validate(replace(config, data=config.data or "text", teacher=teacher_id))
     model = language_model(config.model, config.size, tokens, config.next_sentence)
     teacher = None
-    if encoders.record(config.model).teacher:
-        teacher = language_model(encoders.record(config.model).teacher, config.size, tokens)
+    if encoders.by_name(config.model).teacher:
+        teacher = language_model(encoders.by_name(config.model).teacher, config.size, tokens)
         teacher = teacher.eval()
         teacher.requires_grad_(False)
 
@@ -241,14 +241,14 @@ def language_model(
 ) -> PreTrainedModel:
     """Returns a new encoder to pretrain, with as many words as the published one."""
     vocabulary = Vocabulary(encoders.published(name))
-    settings = encoders.configuration(name, size, vocabulary, tokens)
+    settings = encoders.new_configuration(name, size, vocabulary, tokens)
     return objectives.language_model(settings, next_sentence, source=None)
 
 
 def text_batch(config: pretrain.Config, mesh: device.Mesh, tokens: int) -> dict:
     """Returns a micro-batch of data/pretraining.py."""
     count = config.batch_size // config.update_every
-    kind = encoders.record(config.model).tokenizer
+    kind = encoders.by_name(config.model).tokenizer
     predictions = config.predictions or pretraining.usual_predictions(kind, tokens)
 
     shapes = {
@@ -298,7 +298,7 @@ def translation_batch(config: transformer.Config, mesh: device.Mesh) -> dict:
     if config.pack:
         names += ["source_segment", "target_segment"]
     tokens = longest_row(config)
-    count = rows(config.batch_tokens, tokens)
+    count = rows_per_batch(config.batch_tokens, tokens)
     return staging.inputs(dict.fromkeys(names, ((count, tokens), I32)), mesh)
 
 

@@ -1,1 +1,1 @@
-"""Runs on Cloud TPUs, started, watched and stopped from another machine: `python3 -m tpu.launch`."""
+"""Starts, watches and stops runs on Cloud TPUs from another machine: `python3 -m tpu.launch`."""

@@ -1,4 +1,5 @@
-"""What a run gets from this machine: the working tree, the arguments of `make train`, and the run's variables."""
+"""What a run gets from this machine: the working tree, the arguments of `make train`, and the run's
+variables."""
 
 from __future__ import annotations
 
@@ -21,15 +22,31 @@ from pathlib import Path
 from errors import InputError
 
 BUNDLE_MEGABYTES = 512
+FOLDERS_NAMED = 3  # of a tree that is too large
+# Variables that travel by themselves.
 SECRETS = ("HF_TOKEN", "WANDB_API_KEY")
 # Files and folders, in small letters.
-SECRET_FILES = (".env", ".envrc", ".env.*", "*.pem", "*.p12", "*.pfx", "id_rsa", "id_ecdsa", "id_ed25519", ".netrc")
-SECRET_PARTS = {"TOKEN", "KEY", "APIKEY", "SECRET", "PASSWORD", "CREDENTIALS"}
+SECRET_FILES = (
+    ".env",
+    ".envrc",
+    ".env.*",
+    "*.pem",
+    "*.p12",
+    "*.pfx",
+    "id_rsa",
+    "id_ecdsa",
+    "id_ed25519",
+    ".netrc",
+)
+# Words in, and ends of, the names of variables.
+SECRET_WORDS = {"TOKEN", "KEY", "APIKEY", "SECRET", "PASSWORD", "CREDENTIALS"}
 SECRET_ENDS = ("PASSWD", "PASSWORD", "PWD")
-ACCOUNT_FILE = 1 << 20  # bytes; the JSON of an account's key has some 2,400
-# "type" of Google's credentials: service_account, gdch_service_account, external_account_authorized_user and the like.
+ACCOUNT_FILE = 1 << 20  # most bytes; the JSON of an account's key has some 2,400
+# In "type" of Google's credentials: service_account, gdch_service_account,
+# external_account_authorized_user and the like.
 ACCOUNTS = ("service_account", "authorized_user", "external_account")
-FOLDERS_NAMED = 3
+OF_THIS_MACHINE = ("TPU", "ZONE", "PROJECT", "ENV", "RUN", "RETRIES")  # make's variables
+VARIABLE = r"[A-Za-z_]\w*"
 
 
 @dataclass
@@ -41,7 +58,8 @@ class Bundle:
         content: a tar.gz.
         files: how many.
         left_out: the files that were left out since they look like secrets.
-        links: those that point out of the tree, "data -> /mnt/data": on a worker they mean what is there, or nothing.
+        links: those that point out of the tree, "data -> /mnt/data": on a worker they mean what is
+            there, or nothing.
     """
 
     name: str
@@ -51,20 +69,26 @@ class Bundle:
     links: list[str] = field(default_factory=list)
 
 
-def make_bundle(folder: Path) -> Bundle:
-    """Packs the working tree: tracked and untracked files, not the ignored and the deleted ones, and no secrets.
+# ---- the working tree --------------------------------------------------------------------------
 
-    The same tree gives the same bytes. InputError: not a git repository with a Makefile, a submodule, more than
-    BUNDLE_MEGABYTES.
+
+def make_bundle(folder: Path) -> Bundle:
+    """Packs the working tree: tracked and untracked files, not the ignored and the deleted ones,
+    and no secrets.
+
+    The same tree gives the same bytes. InputError: not a git repository with a Makefile, a
+    submodule, more than BUNDLE_MEGABYTES.
     """
     if not (folder / "Makefile").exists():
         raise InputError(f"{folder} has no Makefile; start a run from the project's folder")
-    sizes, left_out, links = {}, [], []
+    sizes = {}
+    left_out = []
+    links = []
     for name in listed(folder):
         path = os.path.join(os.fsencode(folder), name)
         if not os.path.lexists(path):
             continue
-        secret = secret_part(path, name)
+        secret = find_secret(path, name)
         if secret:
             left_out.append(shown(secret))
             continue
@@ -73,34 +97,28 @@ def make_bundle(folder: Path) -> Bundle:
         sizes[name] = os.lstat(path).st_size
     check_size(sizes)
 
-    packed = io.BytesIO()
-    with (
-        gzip.GzipFile(filename="", mode="wb", fileobj=packed, mtime=0) as zipped,
-        # Names are UTF-8 in it, whatever this machine's locale is.
-        tarfile.open(
-            fileobj=zipped, mode="w", format=tarfile.PAX_FORMAT, encoding="utf-8", errors="surrogateescape"
-        ) as archive,
-    ):
-        for name in sizes:
-            try:
-                add(archive, os.path.join(os.fsencode(folder), name), name)
-            except OSError as error:
-                raise InputError(
-                    f"{shown(name)} cannot be read: {error.strerror or error}; a file that is not yours, or that"
-                    " changes all the time, belongs into .gitignore"
-                ) from None
-    content = packed.getvalue()
-    return Bundle(hashlib.sha256(content).hexdigest(), content, len(sizes), list(dict.fromkeys(left_out)), links)
+    content = pack(folder, list(sizes))
+    return Bundle(
+        name=hashlib.sha256(content).hexdigest(),
+        content=content,
+        files=len(sizes),
+        left_out=list(dict.fromkeys(left_out)),
+        links=links,
+    )
 
 
 def listed(folder: Path) -> list[bytes]:
-    """Returns the names of the files that git tracks or does not ignore, sorted, as git has them: bytes."""
+    """Returns the names of the files that git tracks or does not ignore, sorted, as git has them:
+    bytes."""
     if shutil.which("git") is None:
-        raise InputError("git is not installed here, which lists the files that a run needs; install it")
+        raise InputError(
+            "git is not installed here, which lists the files that a run needs; install it"
+        )
     command = ["git", "ls-files", "-co", "--exclude-standard", "-z"]
     result = subprocess.run(command, cwd=folder, capture_output=True)
     if result.returncode:
-        raise InputError(f"git cannot list the files of {folder}: {result.stderr.decode(errors='replace').strip()}")
+        said = result.stderr.decode(errors="replace").strip()
+        raise InputError(f"git cannot list the files of {folder}: {said}")
     return sorted({name for name in result.stdout.split(b"\0") if name})
 
 
@@ -109,31 +127,41 @@ def shown(name: bytes) -> str:
     return name.decode("utf-8", "backslashreplace")
 
 
-def secret_part(path: bytes, name: bytes) -> bytes:
-    """Returns what of a file's name looks like something that is not to leave this machine: a folder, with a slash at
-    its end, or the whole name, also of an account's key. b"": nothing does."""
-    begun = b""
-    for part in name.split(b"/"):
-        begun += part
-        small = os.fsdecode(part).lower()
-        if any(fnmatchcase(small, pattern) for pattern in SECRET_FILES):
-            return name if begun == name else begun + b"/"
-        begun += b"/"
+def find_secret(path: bytes, name: bytes) -> bytes:
+    """Returns what keeps a file on this machine since it looks like a secret: a folder above it,
+    with a slash at its end, or the file itself, also an account's key. b"": nothing does."""
+    path_so_far = b""
+    for component in name.split(b"/"):
+        path_so_far += component
+        if is_secret_file(component):
+            return name if path_so_far == name else path_so_far + b"/"
+        path_so_far += b"/"
     return name if is_account(path) else b""
+
+
+def is_secret_file(component: bytes) -> bool:
+    """Returns whether a file or folder is named as those with secrets are."""
+    small = os.fsdecode(component).lower()
+    return any(fnmatchcase(small, pattern) for pattern in SECRET_FILES)
 
 
 def is_account(path: bytes) -> bool:
     """Returns whether a file has Google's credentials in JSON."""
     status = os.lstat(path)
-    if not path.lower().endswith(b".json") or not stat.S_ISREG(status.st_mode) or status.st_size > ACCOUNT_FILE:
+    if not path.lower().endswith(b".json") or not stat.S_ISREG(status.st_mode):
+        return False
+    if status.st_size > ACCOUNT_FILE:
         return False
     try:
         with open(path, encoding="utf-8-sig") as file:  # an editor may have put a mark before it
             found = json.load(file)
     except (OSError, ValueError):
         return False
+
     kind = found.get("type") if isinstance(found, dict) else None
-    return isinstance(kind, str) and any(account in kind for account in ACCOUNTS)
+    if not isinstance(kind, str):
+        return False
+    return any(account in kind for account in ACCOUNTS)
 
 
 def leads_out(path: bytes, name: bytes) -> bool:
@@ -141,8 +169,10 @@ def leads_out(path: bytes, name: bytes) -> bool:
     if not os.path.islink(path):
         return False
     target = os.readlink(path)
-    inside = os.path.normpath(os.path.join(os.path.dirname(name), target))
-    return os.path.isabs(target) or inside.split(b"/")[0] == b".."
+    if os.path.isabs(target):
+        return True
+    from_root = os.path.normpath(os.path.join(os.path.dirname(name), target))
+    return from_root.split(b"/")[0] == b".."
 
 
 def check_size(sizes: dict[bytes, int]) -> None:
@@ -154,25 +184,51 @@ def check_size(sizes: dict[bytes, int]) -> None:
     for name, size in sizes.items():
         top, slash, _ = name.partition(b"/")
         folders[top + slash] += size
-    largest = [f"{size >> 20} MB in {shown(name)}" for name, size in folders.most_common(FOLDERS_NAMED)]
+    largest = []
+    for name, size in folders.most_common(FOLDERS_NAMED):
+        largest.append(f"{size >> 20} MB in {shown(name)}")
     raise InputError(
-        f"the working tree has {total >> 20} MB, more than {BUNDLE_MEGABYTES} MB: {', '.join(largest)}; put data and"
-        " outputs into .gitignore"
+        f"the working tree has {total >> 20} MB, more than {BUNDLE_MEGABYTES} MB:"
+        f" {', '.join(largest)}; put data and outputs into .gitignore"
     )
+
+
+def pack(folder: Path, names: list[bytes]) -> bytes:
+    """Returns a tar.gz of these files, in which no time stands."""
+    packed = io.BytesIO()
+    with gzip.GzipFile(filename="", mode="wb", fileobj=packed, mtime=0) as zipped:
+        # Names are UTF-8 in it, whatever this machine's locale is.
+        utf_8 = {"encoding": "utf-8", "errors": "surrogateescape"}
+        with tarfile.open(fileobj=zipped, mode="w", format=tarfile.PAX_FORMAT, **utf_8) as archive:
+            for name in names:
+                try:
+                    add(archive, os.path.join(os.fsencode(folder), name), name)
+                except OSError as error:
+                    raise InputError(
+                        f"{shown(name)} cannot be read: {error.strerror or error}; a file that is"
+                        " not yours, or that changes all the time, belongs into .gitignore"
+                    ) from None
+    return packed.getvalue()
 
 
 def add(archive: tarfile.TarFile, path: bytes, name: bytes) -> None:
     """Adds a file or a link, without what differs between machines: owner, time, mode except x."""
-    info = archive.gettarinfo(os.fsdecode(path), arcname=name.decode("utf-8", "surrogateescape"))
+    name_in_archive = name.decode("utf-8", "surrogateescape")
+    info = archive.gettarinfo(os.fsdecode(path), arcname=name_in_archive)
     if info is None or not (info.isreg() or info.issym() or info.islnk()):
-        raise InputError(f"{shown(name)} is neither a file nor a link; repositories inside of this one are not copied")
-    info.uid = info.gid = info.mtime = 0
-    info.uname = info.gname = ""
+        neither = f"{shown(name)} is neither a file nor a link"
+        raise InputError(f"{neither}; repositories inside of this one are not copied")
+    info.uid = 0
+    info.gid = 0
+    info.mtime = 0
+    info.uname = ""
+    info.gname = ""
     info.mode = 0o755 if info.mode & 0o100 else 0o644
     if info.issym():
         info.linkname = os.readlink(path).decode("utf-8", "surrogateescape")
         archive.addfile(info)
         return
+
     info.type = tarfile.REGTYPE  # also a file that has two names here
     info.linkname = ""
     info.size = os.lstat(path).st_size
@@ -180,20 +236,28 @@ def add(archive: tarfile.TarFile, path: bytes, name: bytes) -> None:
         archive.addfile(info, file)
 
 
-def read_words(words: list[str], run: str) -> tuple[list[str], str]:
-    """Returns the arguments of `make train` on the workers, without NAME=, and the run's name ("": none was given).
+# ---- the arguments of make train ---------------------------------------------------------------
 
-    Values arrive as they are: make would expand a `$`, so it is doubled. InputError: a word is not NAME=value.
+
+def read_words(words: list[str], run: str) -> tuple[list[str], str]:
+    """Returns the arguments of `make train` on the workers, without NAME=, and the run's name ("":
+    none was given).
+
+    Values arrive as they are: make would expand a `$`, so it is doubled. InputError: a word is not
+    NAME=value.
     """
     kept = []
     for word in words:
         name, equals, value = word.partition("=")
-        if not equals or not re.fullmatch(r"[A-Za-z_]\w*", name):
+        if not equals or not re.fullmatch(VARIABLE, name):
             raise InputError(f"{word} after -- is not an argument of make train; write NAME=value")
-        if name in ("TPU", "ZONE", "PROJECT", "ENV", "RUN", "RETRIES"):
-            raise InputError(f"{name}= is for this machine, not for the workers; give --{name.lower()}")
+        if name in OF_THIS_MACHINE:
+            remedy = f"give --{name.lower()}"
+            raise InputError(f"{name}= is for this machine, not for the workers; {remedy}")
         if re.search(r"[\n\r\0]", value):
-            raise InputError(f"{name}={value!r} has more than one line, of which make would make two; give one")
+            lines = f"{name}={value!r} has more than one line"
+            raise InputError(f"{lines}, of which make would make two; give one")
+
         if name == "NAME":
             if run and value and run != value:
                 raise InputError(f"the run has two names, RUN={run} and NAME={value}; give one")
@@ -201,30 +265,42 @@ def read_words(words: list[str], run: str) -> tuple[list[str], str]:
         elif value:
             kept.append(f"{name}={value}".replace("$", "$$"))
     if run and not re.fullmatch(r"\w[\w.-]{0,99}", run, re.ASCII):
-        raise InputError(f"RUN={run} is not the name of one folder; use up to 100 letters, digits and .-_")
+        remedy = "use up to 100 letters, digits and .-_"
+        raise InputError(f"RUN={run} is not the name of one folder; {remedy}")
     return kept, run
 
 
 def runs_folder(words: list[str]) -> str:
-    """Returns the folder where `make train` with these arguments puts its runs: --runs in ARGS, "" if there is none."""
-    arguments = next((word[5:] for word in words if word.startswith("ARGS=")), "")
+    """Returns the folder where `make train` with these arguments puts its runs: --runs in ARGS, ""
+    if there is none."""
+    arguments = ""
+    for word in words:
+        if word.startswith("ARGS="):
+            arguments = word[len("ARGS=") :]
+            break
     try:
-        parts = shlex.split(arguments)
+        flags = shlex.split(arguments)
     except ValueError:  # the shell on the worker will say so
-        parts = arguments.split()
+        flags = arguments.split()
+
     folder = ""
-    for number, part in enumerate(parts):
-        if part.startswith("--runs="):
-            folder = part[len("--runs=") :]
-        elif part == "--runs":
-            folder = "".join(parts[number + 1 : number + 2])
+    for number, flag in enumerate(flags):
+        if flag.startswith("--runs="):
+            folder = flag[len("--runs=") :]
+        elif flag == "--runs":
+            is_last = number + 1 == len(flags)
+            folder = "" if is_last else flags[number + 1]
     return folder.rstrip("/").replace("$$", "$")  # see read_words
 
 
+# ---- the run's variables -----------------------------------------------------------------------
+
+
 def is_secret_name(name: str) -> bool:
-    """Returns whether a variable is named as secrets are: MY_KEY, hf_token, PGPASSWD; not TOKENIZERS_PARALLELISM."""
+    """Returns whether a variable is named as secrets are: MY_KEY, hf_token, PGPASSWD; not
+    TOKENIZERS_PARALLELISM."""
     upper = name.upper()
-    if SECRET_PARTS.intersection(upper.split("_")):
+    if SECRET_WORDS.intersection(upper.split("_")):
         return True
     return upper.endswith(SECRET_ENDS) and upper != "PWD"
 
@@ -232,25 +308,32 @@ def is_secret_name(name: str) -> bool:
 def read_environment(assignments: str, names: list[str]) -> dict[str, str]:
     """Returns the run's variables: those of ENV="A=b C='d e'", and the secrets that are set here.
 
-    InputError: ENV is not a list of assignments, or has a secret; a secret named by --secret is not set here.
+    InputError: ENV is not a list of assignments, or has a secret; a secret named by --secret is not
+    set here.
     """
+    example = "write ENV=\"A=b C='d e'\""
     try:
-        parts = shlex.split(assignments)
+        words = shlex.split(assignments)
     except ValueError as error:
-        raise InputError(f"ENV={assignments} cannot be read ({error}); write ENV=\"A=b C='d e'\"") from None
-    environment = {name: os.environ[name] for name in SECRETS if os.environ.get(name)}
+        raise InputError(f"ENV={assignments} cannot be read ({error}); {example}") from None
+
+    environment = {}
+    for name in SECRETS:
+        if os.environ.get(name):
+            environment[name] = os.environ[name]
     for name in names:
         if name not in os.environ:
             raise InputError(f"--secret {name}: this variable is not set here; export it first")
         environment[name] = os.environ[name]
-    for part in parts:
-        name, equals, value = part.partition("=")
-        if not equals or not re.fullmatch(r"[A-Za-z_]\w*", name):
-            raise InputError(f"{part} in ENV is not an assignment; write ENV=\"A=b C='d e'\"")
+    for word in words:
+        name, equals, value = word.partition("=")
+        if not equals or not re.fullmatch(VARIABLE, name):
+            raise InputError(f"{word} in ENV is not an assignment; {example}")
         if is_secret_name(name):
-            how = "it travels by itself" if name in SECRETS else f"give --secret {name}"
+            remedy = "it travels by itself" if name in SECRETS else f"give --secret {name}"
             raise InputError(
-                f"{name} in ENV would stand in this machine's list of processes: export it here, and {how}"
+                f"{name} in ENV would stand in this machine's list of processes: export it here,"
+                f" and {remedy}"
             )
         environment[name] = value
     return environment

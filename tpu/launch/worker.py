@@ -1,27 +1,37 @@
-"""What a worker of a TPU does for the launcher: keeps the copy of the project, starts a run, streams its log, stops it.
+"""What a worker of a TPU does for the launcher: keeps the copy of the project, starts a run,
+streams its log, stops it.
 
-The launcher sends this file over ssh's standard input with every command, followed by the command's own input, so a
-worker never has an old or a damaged one. Only the standard library, Python 3.8 or later; systemd; root, or sudo without
-a password.
+The launcher sends this file over ssh's standard input with every command, followed by the command's
+own input, so a worker never has an old or a damaged one. Only the standard library, Python 3.8 or
+later; systemd; root, or sudo without a password.
 
-A run is the unit xla-zoo.service, whose main process is tpu/launch/keeper.py. A machine has one unit of this name, so
-systemd itself refuses a second run, kills whatever is left of one that has ended, and knows how it ended.
+A run is the unit xla-zoo.service, whose main process is tpu/launch/keeper.py. A machine has one
+unit of this name, so systemd itself refuses a second run, kills whatever is left of one that has
+ended, and knows how it ended.
 
-Below ~/xla-zoo/<tpu>/worker-<i>/, a folder for each TPU and worker, since several may share one home:
+Below ~/xla-zoo/<tpu>/worker-<i>/, a folder for each TPU and worker, since several may share one
+home:
 
     bundle          the working tree as it was sent
-    tree/           the working tree, with its .venv and runs/. A new bundle replaces the files that differ and removes
-                    those that are gone; what else is there stays, so a run can be resumed, and make installs again only
-                    when a requirements file differs
-    jobs/<run>/log  output of all starts of the run, the newest part; log.<bytes before it>: its parts
+    tree/           the working tree, with its .venv and runs/. A new bundle replaces the files that
+                    differ and removes those that are gone; what else is there stays, so a run can
+                    be resumed, and make installs again only when a requirements file differs
+    jobs/<run>/log  output of all starts of the run, the newest segment; log.<bytes before it>: its
+                    segments
 
-/run/xla-zoo-<uid>/ is in memory, for its owner alone: keeper.py; start.json: the start that is alive, with its
-variables; ended.json: how the newest ones ended; stopped: its time is that of the last stop; lock: one start at a time.
+/run/xla-zoo-<uid>/ is in memory, for its owner alone:
 
-Every start has a token, the same on all workers: with the same token it is done once, however often it is asked for.
-A start that was asked for before a stop is refused after it (epoch), by this program and, should the stop come later,
-by the keeper before it trains: so a stop waits for no start. Answers are lines `@xla-zoo {json}`, the last one with a
-`state`; without that the launcher tries again.
+    keeper.py       as it was sent
+    start.json      the start that is alive, with its variables
+    ended.json      how the newest ones ended
+    stopped         its time is that of the last stop
+    lock            one start at a time
+
+Every start has a token, the same on all workers: with the same token it is done once, however often
+it is asked for. A start that was asked for before a stop is refused after it (epoch), by this
+program and, should the stop come later, by the keeper before it trains: so a stop waits for no
+start. Answers are lines `@xla-zoo {json}`, the last one with a `state`; without that the launcher
+tries again.
 """
 
 from __future__ import annotations
@@ -42,17 +52,21 @@ from pathlib import Path
 from typing import IO, Any
 
 UNIT = "xla-zoo.service"
-RUNTIME = Path(os.environ.get("XLA_ZOO_RUNTIME", f"/run/xla-zoo-{os.geteuid()}"))  # set by tests alone
+# Tests alone set XLA_ZOO_RUNTIME.
+RUNTIME = Path(os.environ.get("XLA_ZOO_RUNTIME", f"/run/xla-zoo-{os.geteuid()}"))
 ROOT = [] if os.geteuid() == 0 else ["sudo", "-n"]
 CHUNK = 48 * 1024  # bytes of log in an answer
-HEARTBEAT = 5  # seconds; the launcher takes a long silence for a dead connection
-POLL = 0.1  # seconds
-PATIENCE = 60  # seconds for systemd's programs and for sudo
-RECENT = 60  # seconds in which a run that has ended is one that a stop has ended, too
-ON_ITS_WAY = 3  # seconds in which a stop looks for the run of a start that is under way
-MADE_FOR_SAVING = 15  # seconds that systemd waits longer than the trainer's time to save
-PARTS = "log." + "[0-9]" * 15  # as in keeper.py
-SPEAKING = threading.Lock()
+SEGMENT_NAMES = "log." + "[0-9]" * 15  # as in keeper.py
+
+# Times, in seconds.
+HEARTBEAT = 5  # the launcher takes a long silence for a dead connection
+POLL = 0.1
+PATIENCE = 60  # for systemd's programs and for sudo
+RECENT = 60  # in which a run that has ended is one that a stop has ended, too
+ON_ITS_WAY = 3  # in which a stop looks for the run of a start that is under way
+MADE_FOR_SAVING = 15  # that systemd waits longer than the trainer's time to save
+BEFORE_GIVING_UP = 30  # after a kill until the machine is said to need a restart
+
 # What runs, where its record cannot be read.
 NOBODY = {
     "run": "a run of another user",
@@ -65,23 +79,30 @@ NOBODY = {
     "unreadable": True,
 }
 NEEDRESTART = Path("/etc/needrestart/conf.d")
-LEFT_ALONE = r"""# Written by xla-zoo: a training run is not restarted after an upgrade, which would end it.
-$nrconf{override_rc}{qr(^xla-zoo\.service$)} = 0;
-"""
-NEEDED = (
-    "a run is a systemd unit, started as root or through sudo without a password; this host says: {}. Use a machine"
-    " with both, or run make train there by hand"
+LEFT_ALONE = (
+    "# Written by xla-zoo: a training run is not restarted after an upgrade, which would end it.\n"
+    r"$nrconf{override_rc}{qr(^xla-zoo\.service$)} = 0;"
+    "\n"
 )
+NEEDED = (
+    "a run is a systemd unit, started as root or through sudo without a password; this host says:"
+    " {}. Use a machine with both, or run make train there by hand"
+)
+SPEAKING = threading.Lock()
 
 
 class Failure(Exception):
     """What keeps a command from being done; the message is one sentence."""
 
 
+# ---- answers, files, programs ------------------------------------------------------------------
+
+
 def emit(**answer: object) -> None:
     """Writes one answer, a line of its own even after half a line."""
+    line = b"\n@xla-zoo " + json.dumps(answer).encode() + b"\n"
     with SPEAKING:
-        sys.stdout.buffer.write(b"\n@xla-zoo " + json.dumps(answer).encode() + b"\n")
+        sys.stdout.buffer.write(line)
         sys.stdout.buffer.flush()
 
 
@@ -95,34 +116,46 @@ def read_json(path: Path) -> Any:
 
 def write(path: Path, content: bytes | str) -> None:
     """Replaces a file as a whole, also for those who read or replace it at this moment."""
+    if isinstance(content, str):
+        content = content.encode()
     new = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        new.write_bytes(content.encode() if isinstance(content, str) else content)
+        new.write_bytes(content)
         os.replace(new, path)
     finally:
         with contextlib.suppress(FileNotFoundError):  # the disk may be full
             new.unlink()
 
 
+def run_program(command: list[str]) -> subprocess.CompletedProcess:
+    """Runs a program that asks nothing. Returns its exit code and what it said, as text."""
+    return subprocess.run(
+        command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=PATIENCE
+    )
+
+
 def system(*words: object, needed: str = NEEDED) -> None:
-    """Runs a command as root. Failure: it failed, with what it said in the sentence `needed`, or did not answer."""
-    command = [*ROOT, *(str(word) for word in words)]
-    streams = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True}
+    """Runs a command as root. Failure: it failed, with what it said in the sentence `needed`, or
+    did not answer."""
     try:
-        result = subprocess.run(command, timeout=PATIENCE, **streams)
+        result = run_program([*ROOT, *(str(word) for word in words)])
     except subprocess.TimeoutExpired:
-        raise Failure(f"{words[0]} did not answer in {PATIENCE} s; restart the machine") from None
+        silent = f"{words[0]} did not answer in {PATIENCE} s"
+        raise Failure(f"{silent}; restart the machine") from None
     if result.returncode:
-        raise Failure(needed.format((result.stderr.strip() or f"{words[0]} failed").splitlines()[-1]))
+        said = result.stderr.strip() or f"{words[0]} failed"
+        raise Failure(needed.format(said.splitlines()[-1]))
+
+
+# ---- what is alive, and what has ended ---------------------------------------------------------
 
 
 def running() -> dict:
-    """Returns the start that is alive on this machine: start.json without the variables. {}: none is."""
-    command = ["systemctl", "show", UNIT, "--property=ActiveState"]
+    """Returns the start that is alive on this machine: start.json without the variables. {}: none
+    is."""
     for _ in range(20):
         try:
-            streams = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True}
-            shown = subprocess.run(command, timeout=PATIENCE, **streams)
+            shown = run_program(["systemctl", "show", UNIT, "--property=ActiveState"])
         except FileNotFoundError:
             raise Failure(NEEDED.format("no systemctl")) from None
         except subprocess.TimeoutExpired:
@@ -131,9 +164,11 @@ def running() -> dict:
             raise Failure(NEEDED.format(shown.stderr.strip()))
         if shown.returncode:  # the machine shuts down, or has just been started
             sys.exit(shown.stderr.strip() or "systemctl failed")
+
         if shown.stdout.strip() in ("ActiveState=inactive", "ActiveState=failed"):
             return {}
-        if start := read_json(RUNTIME / "start.json"):
+        start = read_json(RUNTIME / "start.json")
+        if start:
             return {**start, "environment": {}}
         time.sleep(POLL)  # the record of its end is written, and it is gone in a moment
     return NOBODY
@@ -142,7 +177,8 @@ def running() -> dict:
 def make_runtime() -> None:
     """Makes the folder in memory, which only root can."""
     if not RUNTIME.exists():
-        system("install", "-d", "-m", "700", "-o", os.geteuid(), "-g", os.getegid(), RUNTIME)
+        owner = ["-o", os.geteuid(), "-g", os.getegid()]
+        system("install", "-d", "-m", "700", *owner, RUNTIME)
 
 
 def lock() -> IO:
@@ -166,7 +202,8 @@ def epoch() -> str:
     """Returns what changes with every stop and every restart of the machine."""
     stopped = RUNTIME / "stopped"
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{boot} {stopped.stat().st_mtime_ns if stopped.exists() else 0}"
+    last_stop = stopped.stat().st_mtime_ns if stopped.exists() else 0
+    return f"{boot} {last_stop}"
 
 
 def history() -> list[dict]:
@@ -176,7 +213,13 @@ def history() -> list[dict]:
 
 def ended(token: str) -> dict:
     """Returns how a start ended, {} if nothing is known of it."""
-    return next((record for record in history() if record["token"] == token), {})
+    for record in history():
+        if record["token"] == token:
+            return record
+    return {}
+
+
+# ---- the working tree --------------------------------------------------------------------------
 
 
 def bundle(home: Path, name: str) -> bytes:
@@ -189,18 +232,22 @@ def bundle(home: Path, name: str) -> bytes:
 
 
 def local_name(name: str) -> str:
-    """Returns a name of the bundle, which is UTF-8 there, as this machine's own functions take it."""
+    """Returns a name of the bundle, which is UTF-8 there, as this machine's own functions take
+    it."""
     return os.fsdecode(name.encode("utf-8", "surrogateescape"))
 
 
 def unpack(content: bytes, tree: Path, manifest: Path) -> None:
-    """Makes the files of `tree` those of the bundle. Equal files keep their time, which make compares."""
-    with tarfile.open(fileobj=io.BytesIO(content), encoding="utf-8", errors="surrogateescape") as archive:
+    """Makes the files of `tree` those of the bundle. Equal files keep their time, which make
+    compares."""
+    packed = io.BytesIO(content)
+    with tarfile.open(fileobj=packed, encoding="utf-8", errors="surrogateescape") as archive:
         members = {local_name(member.name): member for member in archive}
         for name in set(read_json(manifest)) - set(members):
             with contextlib.suppress(OSError):
                 (tree / name).unlink()
                 os.removedirs((tree / name).parent)  # up to one that is not empty
+
         # Before the files: an unpacking that is cut off leaves no file that nobody knows.
         write(manifest, json.dumps(list(members)))
         for name, member in members.items():
@@ -209,21 +256,30 @@ def unpack(content: bytes, tree: Path, manifest: Path) -> None:
 
 def put(archive: tarfile.TarFile, member: tarfile.TarInfo, path: Path) -> None:
     """Makes one file or link that of the bundle."""
-    in_the_way = [folder for folder in path.parents if os.path.lexists(folder) and not folder.is_dir()]
-    if path.is_dir() and not path.is_symlink():
-        in_the_way.append(path)
-    for other in in_the_way:  # of the user's own
-        os.replace(other, f"{other}.old-{time.time():.0f}")
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_room(path)
     if member.issym():
         with contextlib.suppress(FileNotFoundError):
             path.unlink()
         os.symlink(local_name(member.linkname), path)
         return
+
     new = archive.extractfile(member).read()
     if path.is_symlink() or not path.is_file() or path.read_bytes() != new:
         write(path, new)
     path.chmod(member.mode)
+
+
+def make_room(path: Path) -> None:
+    """Makes the folders above a file, and sets aside what of the user's own is in the way."""
+    in_the_way = []
+    for folder in path.parents:
+        if os.path.lexists(folder) and not folder.is_dir():
+            in_the_way.append(folder)
+    if path.is_dir() and not path.is_symlink():
+        in_the_way.append(path)
+    for other in in_the_way:
+        os.replace(other, f"{other}.old-{time.time():.0f}")
+    path.parent.mkdir(parents=True, exist_ok=True)
 
 
 def receive(home: Path, name: str) -> dict:
@@ -236,8 +292,12 @@ def receive(home: Path, name: str) -> dict:
     return {"state": "received"}
 
 
+# ---- start -------------------------------------------------------------------------------------
+
+
 def start(home: Path) -> dict:
-    """Starts the run that standard input describes, unless something is alive or this start has been done.
+    """Starts the run that standard input describes, unless something is alive or this start has
+    been done.
 
     Returns as `holder` what is alive now, or how this start has ended.
     """
@@ -258,71 +318,75 @@ def begin(home: Path, request: dict) -> None:
     """Puts the working tree in its place and starts the unit. Returns when its keeper is ready."""
     content = bundle(home, request["bundle"])
     if not content:
-        raise Failure("the working tree was replaced or damaged while the run was being started; try again")
+        raise Failure(
+            "the working tree was replaced or damaged while the run was being started; try again"
+        )
     unpack(content, home / "tree", home / "manifest.json")
     if epoch() != request["epoch"]:
         raise Failure("the run was stopped while it was being started")
+
     folder = home / "jobs" / request["run"]
     offset = open_log(folder)
-    keeper = RUNTIME / "keeper.py"
-    keeper.write_text(request.pop("keeper"))
-    environment = {
-        **os.environ,
-        "PYTHONUNBUFFERED": "1",
-        "LC_ALL": "C.UTF-8",  # one language in all logs, whatever the machine's is
-        "NEEDRESTART_SUSPEND": "1",  # apt of the installation would have services restarted, and the run is one
-        **request["environment"],
+    (RUNTIME / "keeper.py").write_text(request.pop("keeper"))
+    facts = {
+        "environment": run_environment(request["environment"]),
+        "folder": str(folder),
+        "offset": offset,
+        "started": time.time(),
     }
-    facts = {"environment": environment, "folder": str(folder), "offset": offset, "started": time.time()}
     if "address" not in request:
         facts["address"] = own_address()
     write(RUNTIME / "start.json", json.dumps({**request, **facts}))
-    spare_from_needrestart()
 
+    spare_from_needrestart()
+    start_unit(home / "tree", request["grace"])
+    while running() and "ready" not in read_json(RUNTIME / "start.json"):
+        time.sleep(POLL)
+
+
+def run_environment(own: dict[str, str]) -> dict[str, str]:
+    """Returns the variables of the run's processes; its own win."""
+    return {
+        **os.environ,
+        "PYTHONUNBUFFERED": "1",
+        "LC_ALL": "C.UTF-8",  # one language in all logs, whatever the machine's is
+        # apt of the installation would have services restarted, and the run is one.
+        "NEEDRESTART_SUSPEND": "1",
+        **own,
+    }
+
+
+def start_unit(tree: Path, grace: float) -> None:
+    """Starts the keeper as the unit. grace: seconds that the trainer has to save. Failure: systemd
+    or sudo refused."""
+    keeper = RUNTIME / "keeper.py"
     properties = {
         "Type": "exec",
-        "KillMode": "mixed",  # SIGTERM to the keeper, which passes it on; SIGKILL to all that is left
-        "TimeoutStopSec": f"{request['grace'] + MADE_FOR_SAVING:.0f}s",
+        "KillMode": "mixed",  # SIGTERM to the keeper, which passes it on; SIGKILL to all the rest
+        "TimeoutStopSec": f"{grace + MADE_FOR_SAVING:.0f}s",
         "SuccessExitStatus": "143",
         "ExecStopPost": f"{sys.executable} {keeper} ended",
-        "OOMPolicy": "continue",  # a process that was killed for memory is the trainer's failure, no stop
+        "OOMPolicy": "continue",  # a process killed for memory is the trainer's failure, no stop
         "LimitMEMLOCK": "infinity",  # a chip's driver pins memory
-        "WorkingDirectory": home / "tree",
-        "After": "network.target",  # at a shutdown the network is needed for the checkpoint, and to tell the others
+        "WorkingDirectory": tree,
+        # At a shutdown the network is needed for the checkpoint, and to report it to the others.
+        "After": "network.target",
     }
-    with contextlib.suppress(Failure):
-        system("systemctl", "reset-failed", UNIT)  # a start of before that failed
     words = [f"--property={name}={value}" for name, value in properties.items()]
     words += [f"--uid={os.geteuid()}", f"--gid={os.getegid()}", f"--unit={UNIT}", "--quiet"]
+
+    with contextlib.suppress(Failure):
+        system("systemctl", "reset-failed", UNIT)  # a start of before that failed
     try:
         system("systemd-run", *words, "--", sys.executable, keeper, "keep")
     except Failure:
         (RUNTIME / "start.json").unlink()  # it has the run's variables
         raise
-    while running() and "ready" not in read_json(RUNTIME / "start.json"):
-        time.sleep(POLL)
-
-
-def open_log(folder: Path) -> int:
-    """Makes a run's log, if it has none. Returns how many bytes it has."""
-    folder.mkdir(parents=True, exist_ok=True)
-    link = folder / "log"
-    parts = sorted(folder.glob(PARTS))
-    first = folder / f"log.{0:015d}"
-    if link.is_file() and not link.is_symlink():  # of an older version, or an editor's
-        os.replace(link, f"{link}.old-{time.time():.0f}" if parts else first)
-    if not parts:
-        first.touch()
-    newest = parts[-1] if parts else first
-    if not os.path.lexists(link) or os.readlink(link) != newest.name:
-        with contextlib.suppress(FileNotFoundError):
-            link.unlink()
-        link.symlink_to(newest.name)
-    return int(newest.suffix[1:]) + newest.stat().st_size
 
 
 def own_address() -> str:
-    """Returns the address at which the other workers reach this machine: the one at which ssh has reached it.
+    """Returns the address at which the other workers reach this machine: the one at which ssh has
+    reached it.
 
     That of a VM in a cloud is the internal one, also where ssh goes to an external one.
     """
@@ -330,13 +394,14 @@ def own_address() -> str:
     if len(reached) == 4:
         return reached[2].partition("%")[0]
     raise Failure(
-        "the address at which the other workers reach this one is not known: its sshd sets no SSH_CONNECTION; use one"
-        " that does, as OpenSSH's"
+        "the address at which the other workers reach this one is not known: its sshd sets no"
+        " SSH_CONNECTION; use one that does, as OpenSSH's"
     )
 
 
 def spare_from_needrestart() -> None:
-    """Keeps needrestart, which Ubuntu's upgrades start, from restarting the run. Where it fails that is said."""
+    """Keeps needrestart, which Ubuntu's upgrades start, from restarting the run. Where it fails
+    that is said."""
     rule = NEEDRESTART / "xla-zoo.conf"
     with contextlib.suppress(OSError):  # not there, or not for this user to read
         if not NEEDRESTART.is_dir() or rule.read_bytes() == LEFT_ALONE.encode():
@@ -346,31 +411,72 @@ def spare_from_needrestart() -> None:
     try:
         system("install", "-m", "644", wanted, rule, needed="{}")
     except Failure as error:
-        emit(note=f"needrestart may restart the run after an upgrade, which stops it: {error}")
+        effect = "needrestart may restart the run after an upgrade, which stops it"
+        emit(note=f"{effect}: {error}")
 
 
-def parts_from(folder: Path, at: int) -> list[Path]:
-    """Returns the files of a log that have something from byte `at` on, in order."""
-    parts = sorted(folder.glob(PARTS))
-    return [part for part in parts if int(part.suffix[1:]) + part.stat().st_size > at]
+# ---- the log -----------------------------------------------------------------------------------
+
+
+def open_log(folder: Path) -> int:
+    """Makes a run's log, if it has none. Returns how many bytes it has."""
+    folder.mkdir(parents=True, exist_ok=True)
+    link = folder / "log"
+    segments = sorted(folder.glob(SEGMENT_NAMES))
+    first = folder / f"log.{0:015d}"
+    if link.is_file() and not link.is_symlink():  # of an older version, or an editor's
+        aside = f"{link}.old-{time.time():.0f}"
+        os.replace(link, aside if segments else first)
+    if not segments:
+        first.touch()
+        segments = [first]
+
+    newest = segments[-1]
+    if not os.path.lexists(link) or os.readlink(link) != newest.name:
+        with contextlib.suppress(FileNotFoundError):
+            link.unlink()
+        link.symlink_to(newest.name)
+    return end_offset(newest)
+
+
+def offset_of(segment: Path) -> int:
+    """Returns how many bytes of the log are before a segment: its name says so."""
+    return int(segment.suffix[1:])
+
+
+def end_offset(segment: Path) -> int:
+    """Returns how many bytes the log has up to the end of a segment."""
+    return offset_of(segment) + segment.stat().st_size
+
+
+def segments_from(folder: Path, at: int) -> list[Path]:
+    """Returns the segments of a log that have something from byte `at` on, in order."""
+    segments = sorted(folder.glob(SEGMENT_NAMES))
+    return [segment for segment in segments if end_offset(segment) > at]
 
 
 def size_of(folder: Path) -> int:
     """Returns how many bytes a log has, with what was rotated away."""
-    parts = sorted(folder.glob(PARTS))
-    return int(parts[-1].suffix[1:]) + parts[-1].stat().st_size if parts else 0
+    segments = sorted(folder.glob(SEGMENT_NAMES))
+    return end_offset(segments[-1]) if segments else 0
 
 
 def end_of(folder: Path, wanted: int, offset: int) -> int:
-    """Returns where the last `wanted` bytes of a log begin, at the begin of a line and not before `offset`."""
+    """Returns where the last `wanted` bytes of a log begin, at the begin of a line and not before
+    `offset`."""
     at = max(offset, size_of(folder) - wanted)
     if at == offset:
         return at
-    for part in parts_from(folder, at)[:1]:
-        with part.open("rb") as file:
-            file.seek(max(at - int(part.suffix[1:]), 0))
-            line = file.readline(wanted)
-            at += len(line) if line.endswith(b"\n") else 0  # one line is longer, a progress bar's
+    segments = segments_from(folder, at)
+    if not segments:
+        return at
+
+    with segments[0].open("rb") as file:
+        file.seek(max(at - offset_of(segments[0]), 0))
+        rest_of_line = file.readline(wanted)
+    # Else one line is longer than all that is wanted, a progress bar's.
+    if rest_of_line.endswith(b"\n"):
+        at += len(rest_of_line)
     return at
 
 
@@ -379,36 +485,41 @@ def follow(home: Path, token: str, at: int) -> dict:
     looked = 0.0
     while True:
         start = read_json(RUNTIME / "start.json")
-        record = ended(token)  # after start.json, which is removed later; before the log: see what was written last
+        # After start.json, which is removed later; before the log, to see what was written last.
+        record = ended(token)
         start = record or start
         if not record and time.monotonic() > looked + 1:
             looked = time.monotonic()
             if start.get("token") != token or not (running() or ended(token)):
                 return {"state": "unknown"}
+
         with contextlib.suppress(FileNotFoundError):  # somebody may have removed it
             folder = Path(start["folder"])
             if at < 0:
                 at = end_of(folder, -at, start["offset"])
-            for part in parts_from(folder, at):
-                at = stream(part, at)
+            for segment in segments_from(folder, at):
+                at = stream(segment, at)
         if record:
             return {**record, "state": "ended"}
         time.sleep(POLL)
 
 
-def stream(part: Path, at: int) -> int:
-    """Emits what a file of the log has from byte `at` of the log on. Returns where it ends."""
-    base = int(part.suffix[1:])
+def stream(segment: Path, at: int) -> int:
+    """Emits what a segment has from byte `at` of the log on. Returns where it ends."""
+    base = offset_of(segment)
     if at < base:
-        missing = f"\n[xla-zoo] {base - at} bytes of the log before this were rotated away\n"
-        emit(at=base, data=missing)
+        missing = f"{base - at} bytes of the log before this were rotated away"
+        emit(at=base, data=f"\n[xla-zoo] {missing}\n")
         at = base
-    with part.open("rb") as file:
+    with segment.open("rb") as file:
         file.seek(at - base)
         while data := file.read(CHUNK):
             at += len(data)
             emit(at=at, data=data.decode(errors="surrogateescape"))
     return at
+
+
+# ---- stop and status ---------------------------------------------------------------------------
 
 
 def stop(home: Path, run: str, grace: float | None, force: bool) -> dict:
@@ -417,7 +528,8 @@ def stop(home: Path, run: str, grace: float | None, force: bool) -> dict:
     Args:
         run: stop only the run of this name, or the start of this token; "": whatever runs.
         grace: seconds to save; None: the run's own.
-        force: also kills a run whose record, with its time to save, cannot be read: another user's.
+        force: also kills a run whose record, with its time to save, cannot be read: another
+            user's.
     """
     holder = running()
     if holder and run not in ("", holder["run"], holder["token"]):
@@ -425,40 +537,81 @@ def stop(home: Path, run: str, grace: float | None, force: bool) -> dict:
     make_runtime()
     (RUNTIME / "stopped").touch()  # no start that was asked for before trains after this
     if not holder and starting():
-        end = time.monotonic() + ON_ITS_WAY
-        while not (holder := running()) and starting() and time.monotonic() < end:
-            time.sleep(POLL)
+        holder = wait_for_start()
     if not holder:
-        for record in history()[-1:]:
-            recent = abs(time.time() - record["ended"]) < RECENT  # abs: the clock may have been set back
-            if recent and run in ("", record["run"], record["token"]):
-                return {**record, "state": "stopped"}
-        return {"state": "idle"}
+        record = just_ended(run)
+        return {**record, "state": "stopped"} if record else {"state": "idle"}
+
     begun = time.monotonic()
-    ask, kill = ("stop", "--no-block"), ("kill", "--signal=SIGKILL")
+    ask = ("stop", "--no-block")
     if holder.get("unreadable") and not force:
-        emit(note="a run of another user saves, for as long as its owner gave it; --force kills it")
-        steps = [(ask, float("inf"))]
+        saves = "a run of another user saves, for as long as its owner gave it"
+        emit(note=f"{saves}; --force kills it")
+        gone = end_unit(ask, until=float("inf"))
     else:
-        time_to_save = holder["grace"] if grace is None else grace
-        steps = [(ask, time_to_save), (kill, time_to_save + 30)]
-    for words, seconds in steps:
-        try:
-            system("systemctl", *words, UNIT)
-        except Failure:
-            if running():  # else it has ended by itself
-                raise
-        while time.monotonic() < begun + seconds:
-            if not running():
-                return {"run": holder["run"], **ended(holder["token"]), "state": "stopped"}
-            time.sleep(POLL)
-    raise Failure(f"the processes of {holder['run']} do not end; restart the machine")
+        save_until = begun + (holder["grace"] if grace is None else grace)
+        gone = end_unit(ask, until=save_until)
+        if not gone:
+            kill = ("kill", "--signal=SIGKILL")
+            gone = end_unit(kill, until=save_until + BEFORE_GIVING_UP)
+    if not gone:
+        raise Failure(f"the processes of {holder['run']} do not end; restart the machine")
+    return {"run": holder["run"], **ended(holder["token"]), "state": "stopped"}
+
+
+def wait_for_start() -> dict:
+    """Waits a little for the run of a start that is under way. Returns it, {} if none came."""
+    end = time.monotonic() + ON_ITS_WAY
+    holder = running()
+    while not holder and starting() and time.monotonic() < end:
+        time.sleep(POLL)
+        holder = running()
+    return holder
+
+
+def just_ended(run: str) -> dict:
+    """Returns how the last start ended, if that was a moment ago and it is `run`, see `stop`; else
+    {}."""
+    records = history()
+    if not records:
+        return {}
+    record = records[-1]
+    age = abs(time.time() - record["ended"])  # abs: the clock may have been set back
+    if age < RECENT and run in ("", record["run"], record["token"]):
+        return record
+    return {}
+
+
+def end_unit(words: tuple[str, ...], until: float) -> bool:
+    """Runs systemctl, and waits until nothing runs, at the latest until this monotonic time.
+    Returns whether nothing runs."""
+    try:
+        system("systemctl", *words, UNIT)
+    except Failure:
+        if running():  # else it has ended by itself
+            raise
+    while time.monotonic() < until:
+        if not running():
+            return True
+        time.sleep(POLL)
+    return False
 
 
 def status(home: Path, name: str) -> dict:
-    """Returns what runs, how the newest runs ended, how much disk is free, and whether the bundle is here and whole."""
-    known = {"running": running(), "ended": history()[-5:], "whole": bool(bundle(home, name)), "epoch": epoch()}
-    return {"state": "status", "free": shutil.disk_usage(str(Path.home())).free, **known}
+    """Returns what runs, how the newest runs ended, how much disk is free, and whether the bundle
+    is here and whole."""
+    holder = running()
+    return {
+        "state": "status",
+        "free": shutil.disk_usage(str(Path.home())).free,
+        "running": holder,
+        "ended": history()[-5:],
+        "whole": bool(bundle(home, name)),
+        "epoch": epoch(),
+    }
+
+
+# ---- the command line --------------------------------------------------------------------------
 
 
 def heartbeats(action: str) -> None:
@@ -473,13 +626,22 @@ def heartbeats(action: str) -> None:
 
 
 def main() -> None:
-    """Does what tpu/launch/workers.py asks for: an action, the worker's folder, and the action's arguments as JSON."""
+    """Does what tpu/launch/workers.py asks for: an action, the worker's folder, and the action's
+    arguments as JSON."""
     action, folder, arguments = sys.argv[1:]
     os.umask(0o077)
     threading.Thread(target=heartbeats, args=(action,), daemon=True).start()
-    actions = {"start": start, "follow": follow, "stop": stop, "status": status, "receive": receive}
+
+    actions = {
+        "start": start,
+        "follow": follow,
+        "stop": stop,
+        "status": status,
+        "receive": receive,
+    }
+    home = Path.home() / "xla-zoo" / folder
     try:
-        answer = actions[action](Path.home() / "xla-zoo" / folder, **json.loads(arguments))
+        answer = actions[action](home, **json.loads(arguments))
     except Failure as error:
         answer = {"state": "failed", "message": str(error)}
     except OSError as error:

@@ -1,4 +1,5 @@
-"""The workers of one TPU: commands for them over ssh and gcloud, tried again until they are answered."""
+"""The workers of one TPU: commands for them over ssh and gcloud, tried again until they are
+answered."""
 
 from __future__ import annotations
 
@@ -16,6 +17,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,26 +27,32 @@ from tpu.launch.messages import explain_ssh
 
 MARK = b"@xla-zoo "  # see tpu/launch/worker.py
 PROGRAM = Path(__file__).with_name("worker.py").read_bytes()
-# What a worker's python3 is told: the program comes first on standard input. When a connection breaks, gcloud runs the
-# command again with what is left of its input; that is another program, and does nothing.
+# What a worker's python3 is told: the program comes first on standard input. When a connection
+# breaks, gcloud runs the command again with what is left of its input; that is another program, and
+# does nothing.
 DIGEST = hashlib.sha256(PROGRAM).hexdigest()
 READ_PROGRAM = (
     f"import hashlib, sys; program = sys.stdin.buffer.read({len(PROGRAM)}); "
-    f"hashlib.sha256(program).hexdigest() == '{DIGEST}' and exec(compile(program, 'worker.py', 'exec'))"
+    f"hashlib.sha256(program).hexdigest() == '{DIGEST}'"
+    " and exec(compile(program, 'worker.py', 'exec'))"
 )
 AT_ONCE = 16  # connections that are being made for a start
-SILENCE = 60  # seconds without a sign of life, which comes every 5 s, after which a connection is given up
-SHORTEST_PAUSE, LONGEST_PAUSE = 0.25, 15  # seconds between two attempts
-REMIND = 60  # seconds after which it is said again that a worker cannot be reached
-TELL = 10  # seconds after which it is said what is being waited for
 CERTAIN = 3  # answers "there is no such TPU" before it is believed in the middle of a run
 BLOCK = 1 << 16  # bytes that are sent at a time
 MOST_NAMED = 5  # workers that are named in a line
 PRINTING = threading.Lock()
 
+# Times, in seconds.
+SILENCE = 60  # without a sign of life, which comes every 5 s; then a connection is given up
+SHORTEST_PAUSE = 0.25  # between two attempts
+LONGEST_PAUSE = 15
+REMIND = 60  # after which it is said again that a worker cannot be reached
+PROGRESS_EVERY = 10  # between two lines that say what is being waited for
+
 
 def say(*lines: str) -> None:
-    """Prints the launcher's own lines to standard error; standard output is the log of worker 0, as it is."""
+    """Prints the launcher's own lines to standard error; standard output is the log of worker 0, as
+    it is."""
     with PRINTING, contextlib.suppress(OSError):  # the terminal may be gone
         sys.stdout.flush()
         for line in lines:
@@ -75,10 +83,24 @@ def kill(process: subprocess.Popen) -> None:
 def names(workers: Iterable[int]) -> str:
     """Returns workers in a sentence: "worker 3", "workers 0, 1, 2, 3, 4 and 11 others"."""
     workers = sorted(workers)
+    noun = "workers" if len(workers) > 1 else "worker"
     shown = ", ".join(str(worker) for worker in workers[:MOST_NAMED])
     others = len(workers) - MOST_NAMED
-    rest = f" and {others} other{'s' * (others > 1)}" if others > 0 else ""
-    return f"worker{'s' * (len(workers) > 1)} {shown}{rest}"
+    if others <= 0:
+        return f"{noun} {shown}"
+    return f"{noun} {shown} and {others} other{'s' if others > 1 else ''}"
+
+
+# ---- calls in threads of their own -------------------------------------------------------------
+
+
+@dataclass
+class Outcome:
+    """What a call in another thread has returned or raised."""
+
+    worker: int
+    result: Any = None
+    error: BaseException | None = None
 
 
 def parallel(
@@ -89,7 +111,8 @@ def parallel(
     done: dict[int, Any] | None = None,
     progress: Callable[[], str] = lambda: "",
 ) -> dict[int, Any]:
-    """Calls a function for each worker, some at a time. Raises the first exception at once; Ctrl-C interrupts it.
+    """Calls a function for each worker, some at a time. Raises the first exception at once; Ctrl-C
+    interrupts it.
 
     Args:
         doing: what is being done, which is said every 10 s with the workers that have not answered.
@@ -98,55 +121,56 @@ def parallel(
         progress: what else is said every 10 s.
     """
     workers = list(workers)
-    answers: queue.Queue = queue.Queue()
-    places = threading.Semaphore(at_once or len(workers) or 1)
+    outcomes: queue.Queue[Outcome] = queue.Queue()
+    turns = threading.Semaphore(at_once or len(workers) or 1)
 
     def work(worker: int) -> None:
-        with places:
+        with turns:
             try:
-                answers.put((worker, function(worker), None))
+                outcomes.put(Outcome(worker, result=function(worker)))
             except BaseException as error:
-                answers.put((worker, None, error))
+                outcomes.put(Outcome(worker, error=error))
 
     for worker in workers:
         threading.Thread(target=work, args=(worker,), daemon=True).start()
+
     results = {} if done is None else done
     begun = time.monotonic()
     while len(results) < len(workers):
         try:
-            worker, result, error = answers.get(timeout=TELL)
+            outcome = outcomes.get(timeout=PROGRESS_EVERY)
         except queue.Empty:
             if doing:
-                left = set(workers) - set(results)
-                say(f"{doing}: {names(left)}, {time.monotonic() - begun:.0f} s{progress()}")
+                left = names(set(workers) - set(results))
+                say(f"{doing}: {left}, {time.monotonic() - begun:.0f} s{progress()}")
             continue
-        if error is not None:
-            raise error
-        results[worker] = result
+        if outcome.error is not None:
+            raise outcome.error
+        results[outcome.worker] = outcome.result
     return results
 
 
 def patient(function: Callable[[], Any], doing: str) -> Any:
     """Calls a function, and says every 10 s what is being waited for. Ctrl-C interrupts it."""
-    answers: queue.Queue = queue.Queue()
+    outcomes: queue.Queue[Outcome] = queue.Queue()
 
     def work() -> None:
         try:
-            answers.put((function(), None))
+            outcomes.put(Outcome(0, result=function()))
         except BaseException as error:
-            answers.put((None, error))
+            outcomes.put(Outcome(0, error=error))
 
     threading.Thread(target=work, daemon=True).start()
     begun = time.monotonic()
     while True:
         try:
-            result, error = answers.get(timeout=TELL)
+            outcome = outcomes.get(timeout=PROGRESS_EVERY)
         except queue.Empty:
             say(f"{doing}, {time.monotonic() - begun:.0f} s")
             continue
-        if error is not None:
-            raise error
-        return result
+        if outcome.error is not None:
+            raise outcome.error
+        return outcome.result
 
 
 class Trouble:
@@ -167,15 +191,69 @@ class Trouble:
         self.pause = SHORTEST_PAUSE
         return trouble
 
+    def wait(self, error: hosts.Transient) -> None:
+        """Says what the trouble is, when it is another one or a minute has passed. Then waits until
+        the next attempt."""
+        now = time.monotonic()
+        if str(error) != self.said or now > self.said_at + REMIND:
+            say(f"{error}; trying again")
+            self.said = str(error)
+            self.said_at = now
+        time.sleep(self.pause)
+        self.pause = min(2 * self.pause, LONGEST_PAUSE)
+
+
+# ---- answers of a worker -----------------------------------------------------------------------
+
+
+def read_answer(line: bytes) -> dict[str, Any] | None:
+    """Returns the answer in a line, None if it is another line, or one that a dropped connection
+    has cut off."""
+    if line.startswith(MARK + b"{"):
+        with contextlib.suppress(ValueError):
+            return json.loads(line[len(MARK) :])
+    return None
+
+
+def listen(process: subprocess.Popen, hear: Callable[[dict], None]) -> tuple[dict[str, Any], bool]:
+    """Passes a worker's answers to `hear`, until its standard output ends or it is silent.
+
+    Returns the last answer if it has a `state`, else {}; and whether it was silent.
+    """
+    answer = {}
+    rest = b""
+    while True:
+        readable, _, _ = select.select([process.stdout], [], [], SILENCE)
+        if not readable:
+            return answer, True
+        chunk = os.read(process.stdout.fileno(), 1 << 16)
+        if not chunk:
+            return answer, False
+
+        *lines, rest = (rest + chunk).split(b"\n")
+        for line in lines:
+            found = read_answer(line)
+            if found is not None:
+                answer = found if "state" in found else {}
+                hear(found)
+
 
 class Workers:
-    """All workers of a TPU. lost_after: seconds after which one that is never reached is given up."""
+    """All workers of a TPU. lost_after: seconds after which one that is never reached is given
+    up."""
 
     def __init__(self, host: hosts.TpuVm | hosts.SshHosts, lost_after: float) -> None:
-        self.host, self.lost_after, self.count = host, lost_after, 0
+        self.host = host
+        self.lost_after = lost_after
+        self.count = 0
         self.live: set[subprocess.Popen] = set()  # ssh and gcloud under way
         self.sent: dict[int, int] = {}  # bytes of input that a worker's connection has taken
-        self.asking, self.asked, self.absent, self.refused = threading.Lock(), 0.0, 0, 0
+
+        # For `check`.
+        self.asking = threading.Lock()
+        self.asked = 0.0  # when the cloud was asked last
+        self.absent = 0  # answers "there is no such TPU", one after the other
+        self.refused = 0  # answers that it is not ours to ask about, one after the other
 
     def label(self, worker: int) -> str:
         """Returns the name of a worker in a sentence."""
@@ -184,36 +262,41 @@ class Workers:
         return f"worker {worker}"
 
     def patiently(self, ask: Callable[[Callable[[], bool]], Any], forever: bool = False) -> Any:
-        """Returns the answer of `ask`, which is tried with growing pauses as long as it raises Transient.
+        """Returns the answer of `ask`, which is tried with growing pauses as long as it raises
+        Transient.
 
-        It gets a function that counts the time anew, and returns whether there had been trouble. InputError, TpuGone:
-        another attempt is useless. WorkerLost: none has worked for `lost_after` seconds; with `forever` never.
+        It gets a function that counts the time anew, and returns whether there had been trouble.
+        InputError, TpuGone: another attempt is useless. WorkerLost: none has worked for
+        `lost_after` seconds; with `forever` never.
         """
         trouble = Trouble()
         while True:
             try:
                 return ask(trouble.heard)
             except hosts.Transient as error:
-                now = time.monotonic()
-                if now > trouble.since + self.lost_after and not forever:
+                lost = time.monotonic() > trouble.since + self.lost_after
+                if lost and not forever:
                     raise WorkerLost(str(error)) from None
-                if str(error) != trouble.said or now > trouble.said_at + REMIND:
-                    say(f"{error}; trying again")
-                    trouble.said, trouble.said_at = str(error), now
-                time.sleep(trouble.pause)
-                trouble.pause = min(2 * trouble.pause, LONGEST_PAUSE)
+                trouble.wait(error)
 
     def describe(self) -> hosts.Machine:
-        """Returns what the TPU is, see `patiently`. TpuGone: no worker of it can be reached any more."""
-        machine = patient(lambda: self.patiently(lambda heard: self.host.describe()), f"asking about {self.host.name}")
+        """Returns what the TPU is, see `patiently`. TpuGone: no worker of it can be reached any
+        more."""
+
+        def describe_patiently() -> hosts.Machine:
+            return self.patiently(lambda heard: self.host.describe())
+
+        machine = patient(describe_patiently, f"asking about {self.host.name}")
         self.count = machine.workers
         return refuse_gone(machine)
 
     def check(self) -> None:
-        """Raises TpuGone if the TPU is gone; asks the cloud at most every 15 s, and passes when it does not answer.
+        """Raises TpuGone if the TPU is gone; asks the cloud at most every 15 s, and passes when it
+        does not answer.
 
-        That there is none of this name, or that it is not ours to ask about, is believed the third time: the API says
-        so of a TPU that is there, now and then, and what runs on it would be left alone.
+        That there is none of this name, or that it is not ours to ask about, is believed the third
+        time: the API says so of a TPU that is there, now and then, and what runs on it would be
+        left alone.
         """
         with self.asking:
             if time.monotonic() < self.asked + LONGEST_PAUSE:
@@ -228,38 +311,39 @@ class Workers:
                 if self.refused >= CERTAIN:
                     raise
                 return
+
             self.refused = 0
-            self.absent = self.absent + 1 if machine.state == "absent" else 0
-            if machine.state != "absent" or self.absent >= CERTAIN:
-                refuse_gone(machine)
+            if machine.state == "absent":
+                self.absent += 1
+                if self.absent < CERTAIN:
+                    return
+            else:
+                self.absent = 0
+            refuse_gone(machine)
 
     def connect(
         self, worker: int, command: list[str], data: bytes, hear: Callable[[dict], None]
     ) -> tuple[dict[str, Any], str]:
-        """Runs a command until it ends, or is silent. Ctrl-C does not reach it: it has a session of its own.
+        """Runs a command until it ends, or is silent. Ctrl-C does not reach it: it has a session of
+        its own.
 
-        Returns the last answer if it has a `state`, else {}: the connection broke; and the end of standard error.
+        Returns the last answer if it has a `state`, else {}: the connection broke; and the end of
+        standard error.
         """
         with tempfile.TemporaryFile() as errors:
-            streams = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": errors}
-            process = subprocess.Popen(command, **streams, start_new_session=True)
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                start_new_session=True,
+            )
             self.live.add(process)
-            threading.Thread(target=self.feed, args=(worker, process, data), daemon=True).start()
-            answer, rest, chunk = {}, b"", b"-"
+            feed = threading.Thread(target=self.feed, args=(worker, process, data), daemon=True)
+            feed.start()
             try:
-                while chunk and select.select([process.stdout], [], [], SILENCE)[0]:
-                    chunk = os.read(process.stdout.fileno(), 1 << 16)
-                    *lines, rest = (rest + chunk).split(b"\n")
-                    for line in lines:
-                        if not line.startswith(MARK + b"{"):
-                            continue
-                        try:
-                            found = json.loads(line[len(MARK) :])
-                        except ValueError:  # cut off by a dropped connection
-                            continue
-                        answer = found if "state" in found else {}
-                        hear(found)
-                if chunk:
+                answer, silent = listen(process, hear)
+                if silent:
                     errors.write(f"nothing heard for {SILENCE:.0f} s\n".encode())
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(5)
@@ -297,7 +381,8 @@ class Workers:
     ) -> dict[str, Any]:
         """Runs an action of tpu/launch/worker.py on a worker until it answers, see `patiently`.
 
-        data: its input. hear: gets all that it says; what it returns is the arguments of the next attempt.
+        data: its input. hear: gets all that it says; what it returns is the arguments of the next
+        attempt.
         """
         label = self.label(worker)
         noted = set()
@@ -306,18 +391,22 @@ class Workers:
             def take(answer: dict) -> None:
                 if heard():
                     say(f"{label}: connected again")
-                if answer.get("note", "") not in ("", *noted):
-                    noted.add(answer["note"])
-                    say(f"{label}: {answer['note']}")
+                note = answer.get("note", "")
+                if note and note not in noted:
+                    noted.add(note)
+                    say(f"{label}: {note}")
                 arguments.update(hear(answer))
 
-            words = ["python3", "-uc", READ_PROGRAM, action, self.host.folder(worker), json.dumps(arguments)]
+            folder = self.host.folder(worker)
+            program = ["python3", "-uc", READ_PROGRAM]
+            words = [*program, action, folder, json.dumps(arguments)]
             command = self.host.ssh(worker, shlex.join(words))
             answer, errors = self.connect(worker, command, data, take)
             if answer.get("state") == "failed":
                 raise InputError(f"{label}: {answer['message']}")
             if answer:
                 return answer
+
             if "Traceback" in errors and "worker.py" in errors:
                 raise RuntimeError(f"tpu/launch/worker.py on {label}:\n{errors}")
             final, why = explain_ssh(errors, label)
