@@ -60,7 +60,7 @@ class Options:
     interaction: Literal["dot", "dcn"] = "dot"  # torchrec's DLRM or DLRM_DCN
     cross: str = "3,512"  # layers and rank of the cross net of "dcn"
     optimizer: Literal["sgd", "rowwise_adagrad", "adagrad", "lazy_adam"] = "sgd"  # of the tables
-    plan: Literal["auto", "exchange", "row", "table", "column", "data"] = "auto"  # of our tables
+    plan: Literal["auto", "exchange", "data"] = "auto"  # of our tables
     seeds: str = "0,1,2"  # one run of each side for every seed
     ours: bool = True  # --no-ours: torchrec alone
     out: str = "runs/bench/dlrm_torchrec.json"  # where the figures go

@@ -48,9 +48,7 @@ STDERR = 2  # the file descriptor: sys.stderr may be no file
 class Flags:
     """When a run counts as hanging."""
 
-    stall_after: float = (
-        20.0  # median steps (5 minutes at least) of silence that end a run; 0: never
-    )
+    stall_after: float = 20.0  # silent median steps (5 minutes or more) that end a run; 0: never
 
 
 def watcher(flags: Flags) -> Callable[[Any], "Stall"] | None:
