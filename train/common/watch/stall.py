@@ -127,15 +127,16 @@ class Stall(Watcher):
         return max(LEAST, self._times * statistics.median(self._durations))
 
     def _watch(self) -> None:
-        seconds = min(5.0, LEAST / 10)  # between two looks
+        """Looks at the run again and again, until it is over."""
+        interval = min(5.0, LEAST / 10)  # seconds between two looks
         before = time.monotonic()
-        while not self._over.wait(seconds):
+        while not self._over.wait(interval):
             with self._looking:
-                # What kept this thread from looking, such as a stop of the process, is no silence
-                # of the run.
+                # What delayed this look, such as a stop of the process, is no silence of the run.
+                # A step may have ended meanwhile: it was not seen later than now.
                 now = time.monotonic()
-                kept = max(0.0, now - before - seconds)
-                self._seen_at = min(now, self._seen_at + kept)
+                delay = max(0.0, now - before - interval)
+                self._seen_at = min(now, self._seen_at + delay)
                 before = now
                 self._arm()
                 self._look()
