@@ -317,10 +317,10 @@ class BatchMaker:
 
             example, *position = torch.isfinite(values).logical_not().nonzero()[0].tolist()
             where = f" at {position}" if position else ""
-            found = f"{values[(example, *position)].item()} in its {key!r}{where}"
-            name = f"example {rows[example]} of the {type(self.dataset).__name__}"
             raise InputError(
-                f"{name} has {found}; expected finite numbers: fix or remove that example"
+                f"example {rows[example]} of the {type(self.dataset).__name__} has "
+                f"{values[(example, *position)].item()} in its {key!r}{where}; "
+                "expected finite numbers: fix or remove that example"
             )
 
 
