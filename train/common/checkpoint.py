@@ -273,22 +273,20 @@ class Checkpointer(contextlib.AbstractContextManager):
         except (InputError, TypeError, AttributeError):  # the last two are bugs
             raise
         except Exception as error:  # every store has exceptions of its own
-            failed = f"cannot write the checkpoint of step {step} to {self.path}"
-            remedy = (
-                "make room or access, then the same command resumes from the newest complete one"
-            )
             raise InputError(
-                f"{failed}: {files.reason(error)}; {self._what_is_safe()}; {remedy}, if any"
+                f"cannot write the checkpoint of step {step} to {self.path}: "
+                f"{files.reason(error)}; {self._what_is_safe()}; make room or access, "
+                "then the same command resumes from the newest complete one, if any"
             ) from error
 
     def _check_finite(self, step: int, values: dict[str, Any]) -> None:
         """Raises InputError where a tensor has a number that is not finite."""
         for name, value in values.items():
             if torch.is_tensor(value) and not value.isfinite().all():
-                diverged = f"{name} is not finite at step {step}: the training diverged"
-                remedy = "start a run of another --name with a lower --lr"
                 raise InputError(
-                    f"{diverged}, so nothing is saved; {self._what_is_safe()}; {remedy}"
+                    f"{name} is not finite at step {step}: the training diverged, "
+                    f"so nothing is saved; {self._what_is_safe()}; "
+                    "start a run of another --name with a lower --lr"
                 )
 
     def _contents(self, step: int, state: dict[str, Any], evaluates: bool) -> dict[str, list[Any]]:
@@ -354,8 +352,10 @@ class Checkpointer(contextlib.AbstractContextManager):
         try:
             files.write_synced(self._fs, path, [json.dumps(record).encode()])
         except Exception as error:  # every store has exceptions of its own
-            again = "metrics.jsonl has them, and a resume from this checkpoint adds them again"
-            _warn(f"cannot write {path}: {files.reason(error)}; {again}")
+            _warn(
+                f"cannot write {path}: {files.reason(error)}; metrics.jsonl has them, "
+                "and a resume from this checkpoint adds them again"
+            )
 
     def _what_is_safe(self) -> str:
         """Returns which checkpoint is safe, for an error's sentence."""
@@ -481,8 +481,9 @@ class Checkpointer(contextlib.AbstractContextManager):
             raise InputError(UNREADABLE.format(self.path, files.reason(error))) from error
 
         if self.tables is None and complete.get("hosts"):
-            tables = "it has embedding tables, this model has none"
-            raise InputError(OTHER_MODEL.format(folder, tables))
+            raise InputError(
+                OTHER_MODEL.format(folder, "it has embedding tables, this model has none")
+            )
         return saved
 
     def _read_checked(self, folder: str, name: str, complete: dict[str, Any]) -> bytes:
