@@ -78,8 +78,10 @@ def _sentence(
     preset = arguments[0] if arguments and arguments[0] in presets else None
     if preset is None:
         given = f", not {arguments[0]}{_nearest(arguments[0], presets)}" if arguments else ""
-        usage = f"{prog} PRESET [--flag value …]"
-        return f"the preset comes first{given}: {usage}; PRESET is one of: {', '.join(presets)}"
+        return (
+            f"the preset comes first{given}: {prog} PRESET [--flag value …]; "
+            f"PRESET is one of: {', '.join(presets)}"
+        )
 
     helped = f"{prog} {preset} --help shows all flags"
     if isinstance(event, tyro_errors.UnrecognizedArgs):
@@ -90,8 +92,10 @@ def _sentence(
         removed = REMOVED.get((_flag(event.argument), event.value))
         if removed:
             return f"{_flag(event.argument)} {event.value} {removed}"
-        value = f"{_flag(event.argument)} is {event.value}{_nearest(event.value, event.choices)}"
-        return f"{value}; it must be one of: {', '.join(event.choices)}"
+        return (
+            f"{_flag(event.argument)} is {event.value}{_nearest(event.value, event.choices)}; "
+            f"it must be one of: {', '.join(event.choices)}"
+        )
     if isinstance(event, tyro_errors.InstantiationFailure) and event.argument is not None:
         expected = event.argument.lowered.metavar
         reason = " ".join(event.message.split())
@@ -129,9 +133,8 @@ def at_least(
 ) -> None:
     """Raises an InputError that names the first of the config's fields whose value is below `low`
     (or equal, where it must be `above`), not `below` the other bound, or NaN."""
-    expected = f"{'above' if above else 'at least'} {low}" + (
-        f" and below {below}" if below else ""
-    )
+    upper_bound = f" and below {below}" if below else ""
+    expected = f"{'above' if above else 'at least'} {low}{upper_bound}"
     for field in fields:
         value = getattr(config, field)
         if not value >= low or (above and value == low) or (below and value >= below):
