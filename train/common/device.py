@@ -90,8 +90,10 @@ def wants_safe_forms(given: bool) -> bool:
     """
     variable = os.environ.get("XLA_ZOO_SAFE_FORMS", "")
     if variable not in ("", "0", "1"):
-        remedy = "set it to 1 for the forms of --safe-forms, or to 0"
-        raise InputError(f"XLA_ZOO_SAFE_FORMS is {variable!r}; {remedy}")
+        raise InputError(
+            f"XLA_ZOO_SAFE_FORMS is {variable!r}; "
+            "set it to 1 for the forms of --safe-forms, or to 0"
+        )
     return given or variable == "1"
 
 
@@ -160,9 +162,10 @@ def _check_finite(model: nn.Module) -> None:
         if tensor.device.type != "cpu" or not tensor.is_floating_point():
             continue
         if not tensor.isfinite().all():
-            what = f"the weight {name} is not finite before the first step"
-            remedy = "the checkpoint that it is from is damaged, give another"
-            raise InputError(f"{what}; expected finite numbers: {remedy}")
+            raise InputError(
+                f"the weight {name} is not finite before the first step; expected finite numbers: "
+                "the checkpoint that it is from is damaged, give another"
+            )
 
 
 def replicate(tensor: Tensor, mesh: Mesh) -> None:
@@ -259,9 +262,11 @@ def _initial_state(
             state[name] = 0 if is_count else value
             continue
         if not is_count and value.any():
-            start = f"its state {name!r} at {value.flatten()[0]}, not 0"
             kind = type(optimizer).__name__
-            raise RuntimeError(f"{kind} starts {start}: take another, such as AdamW")
+            raise RuntimeError(
+                f"{kind} starts its state {name!r} at {value.flatten()[0]}, not 0: "
+                "take another, such as AdamW"
+            )
 
         count_on_device = group.get("capturable") or group.get("fused")
         if count_on_device or (value.shape == parameter.shape and not is_count):
@@ -293,8 +298,10 @@ def _stepped_on_zeros(
 
     if "step" in stepped.param_groups[0] and group.get("bias_correction", True):
         kind = type(optimizer).__name__
-        count = "a Python count of steps, which is in no checkpoint"
-        raise RuntimeError(f"{kind} corrects bias by {count}: use bias_correction=False")
+        raise RuntimeError(
+            f"{kind} corrects bias by a Python count of steps, which is in no checkpoint: "
+            "use bias_correction=False"
+        )
     return stepped
 
 
@@ -313,8 +320,10 @@ def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
         InputError: the rate is above 1e30, and Adam's lr / (1 - beta1) would not be a float32.
     """
     if not lr <= MOST_LR:
-        most = "float32 takes at most 1e30: give a lower --lr"
-        raise InputError(f"the learning rate of this step is {lr:g}; {most}")
+        raise InputError(
+            f"the learning rate of this step is {lr:g}; "
+            "float32 takes at most 1e30: give a lower --lr"
+        )
 
     number = 1e-30 if lr == 0.0 else lr
     for group in optimizer.param_groups:
