@@ -53,8 +53,10 @@ def _check_one_device(kind: str) -> None:
 def _set_up_cuda(precision: str) -> None:
     """Makes a GPU compute the same in every run, and as exactly as `precision` says."""
     if not torch.cuda.is_available():
-        missing = "PyTorch finds no GPU here (nvidia-smi lists them)"
-        raise InputError(f"--device is cuda, but {missing}; use cpu or xla")
+        raise InputError(
+            "--device is cuda, but PyTorch finds no GPU here (nvidia-smi lists them); "
+            "use cpu or xla"
+        )
 
     # By default convolutions take TF32, 10 bits, products do not, and some sums differ between
     # runs.
