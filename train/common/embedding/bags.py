@@ -263,8 +263,9 @@ class ShardedEmbeddingBags(nn.Module):
         passes = self._forward_passes
         self._forward_passes = []
         if not passes or any(forward_pass.embedded.grad is None for forward_pass in passes):
-            needed = "a forward pass and a backward pass that reaches its output"
-            raise RuntimeError(f"embeddings.step() needs {needed}")
+            raise RuntimeError(
+                "embeddings.step() needs a forward pass and a backward pass that reaches its output"
+            )
 
         self.step_count += 1
         gradients = []
@@ -325,8 +326,10 @@ def _table_devices(mesh: Mesh, group_size: int) -> TableDevices:
         InputError: the groups do not make up all devices.
     """
     if group_size < 1 or mesh.num_devices % group_size:
-        allowed = f"it must divide the {mesh.num_devices} devices, 0 takes all"
-        raise InputError(f"model_devices is {group_size}; {allowed}")
+        raise InputError(
+            f"model_devices is {group_size}; "
+            f"it must divide the {mesh.num_devices} devices, 0 takes all"
+        )
     if not mesh.compiles:
         return OneDevice(mesh, group_size)
     from train.common.embedding.xla_devices import XlaDevices
