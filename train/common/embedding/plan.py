@@ -166,8 +166,9 @@ class TableArray(abc.ABC):
         self.rows = self.device_rows * self.part_count
         # Its keys in exchange.py are at most rows + group_size - 1, which must be less than LAST.
         if self.rows + self.group_size >= 2**31:
-            together = f"{self.rows:,} rows together"
-            raise InputError(f"tables of plan {self.name!r} have {together}; ids have 32 bits")
+            raise InputError(
+                f"tables of plan {self.name!r} have {self.rows:,} rows together; ids have 32 bits"
+            )
 
         self.state_shapes = []
         self.state_specs = []
