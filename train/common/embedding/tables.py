@@ -41,13 +41,16 @@ def check_tables(tables: Sequence[Table]) -> None:
         name = repr(table.name)
         plan = repr(table.plan)
         if table.rows < 1 or table.lookups < 1:
-            sizes = f"{table.rows} rows, {table.lookups} lookups"
-            raise InputError(f"table {name} has {sizes}; each is at least 1")
+            raise InputError(
+                f"table {name} has {table.rows} rows, {table.lookups} lookups; each is at least 1"
+            )
         if names.count(table.name) > 1 or "/" in table.name:
             raise InputError(f"table names must differ and have no slash: {name}")
         if table.plan in REMOVED_PLANS:
-            remedy = f"use one of {', '.join(PLANS)}; they also restore its checkpoints"
-            raise InputError(f"table {name} has the plan {plan}, which was removed: {remedy}")
+            raise InputError(
+                f"table {name} has the plan {plan}, which was removed: "
+                f"use one of {', '.join(PLANS)}; they also restore its checkpoints"
+            )
         if table.plan not in PLANS:
             raise InputError(f"table {name} has the plan {plan}; it is one of {', '.join(PLANS)}")
         if table.pooling not in ("sum", "mean"):
@@ -67,8 +70,10 @@ def check_ids(ids: np.ndarray, tables: Sequence[Table], present: np.ndarray | No
     lookups = [table.lookups for table in tables]
     width = sum(lookups)
     if ids.ndim != 2 or ids.shape[1] != width:
-        expected = f"[examples, {width}], the sum of lookups"
-        raise InputError(f"ids have the shape {list(ids.shape)}; it must be {expected}")
+        raise InputError(
+            f"ids have the shape {list(ids.shape)}; "
+            f"it must be [examples, {width}], the sum of lookups"
+        )
 
     limits = np.repeat([table.rows for table in tables], lookups)
     wrong = (ids < 0) | (ids >= limits)
