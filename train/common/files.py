@@ -151,9 +151,10 @@ def write_folder(folder: str, write: Callable[[str], None]) -> None:
             write(local)
             _copy_files(local, folder)
     except (OSError, safetensors.SafetensorError) as error:
-        failed = f"cannot write {folder}, which is made in a temporary folder: {error}"
-        remedy = "make room there, or set TMPDIR to a folder with room"
-        raise InputError(f"{failed}; {remedy}") from error
+        raise InputError(
+            f"cannot write {folder}, which is made in a temporary folder: {error}; "
+            "make room there, or set TMPDIR to a folder with room"
+        ) from error
 
 
 def _copy_files(local: str, folder: str) -> None:
