@@ -89,8 +89,10 @@ def _check_divides(name: str, examples: int, micro_batches: int, mesh: Mesh) -> 
 
     required = f"the {mesh.num_devices} devices"
     if micro_batches > 1:
-        factors = f"{micro_batches} micro-batches (--update-every) x {mesh.num_devices} devices"
-        required = f"{factors} = {divisor}"
+        required = (
+            f"{micro_batches} micro-batches (--update-every) x {mesh.num_devices} devices "
+            f"= {divisor}"
+        )
     nearest = max(1, round(examples / divisor)) * divisor
     raise InputError(
         f"{name} is {examples}, which is not a multiple of {required}; "
@@ -149,8 +151,9 @@ class Loader(AbstractContextManager, Iterator):
         if self._update_every is None:
             return self.take()
         if self._update is not None and self._update.left:
-            left = f"{self._update.left} micro-batches of the update before this one"
-            raise RuntimeError(f"{left} were not taken")
+            raise RuntimeError(
+                f"{self._update.left} micro-batches of the update before this one were not taken"
+            )
         self._update = MicroBatches(self, self._first, self._update_every)
         self._first += self._update_every
         return self._update
@@ -254,8 +257,10 @@ class Loader(AbstractContextManager, Iterator):
         for worker in getattr(self._host_batches, "_workers", ()):
             worker.join(timeout=1)
             if not worker.is_alive():
-                died = f"DataLoader worker (pid {worker.pid}) exited unexpectedly"
-                dead = RuntimeError(f"{died}: out of memory, or killed")
+                dead = RuntimeError(
+                    f"DataLoader worker (pid {worker.pid}) exited unexpectedly: "
+                    "out of memory, or killed"
+                )
                 return dead.with_traceback(error.__traceback__)
         return error
 
