@@ -50,8 +50,10 @@ class Metrics:
                     kept.append(line)
                     seconds = {key: float(record["timing"][key]) for key in seconds}
             except (ValueError, KeyError, TypeError) as error:
-                damaged = f"line {number} of {self.folder.path}/{FILE} is damaged"
-                raise InputError(f"{damaged}; remove it or use another --name") from error
+                raise InputError(
+                    f"line {number} of {self.folder.path}/{FILE} is damaged; "
+                    "remove it or use another --name"
+                ) from error
 
         self.folder.write(FILE, b"".join(kept))
         self._open("ab", purge_step=last + 1)
