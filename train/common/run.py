@@ -353,9 +353,9 @@ class Run:
         for key, value in values.items():
             if key.endswith("loss") and not math.isfinite(value):
                 # Not the data: the loader refuses what is not finite in a batch.
-                diverged = "the input was finite, so the training diverged"
                 raise InputError(
-                    f"{key} is {value} at step {step}: {diverged}; start a run of another --name "
+                    f"{key} is {value} at step {step}: "
+                    "the input was finite, so the training diverged; start a run of another --name "
                     "with a lower --lr or a longer warm-up, and look for huge values in the data"
                 )
         if self._main:
