@@ -139,8 +139,10 @@ class RunFolder:
         """Raises InputError: a run of this name was started with other values."""
         values = ", ".join(changed.values())
         older = "; it is of an older version" if "was absent" in values else ""
-        remedy = "use another --name or the old values"
-        raise InputError(f"{self.path} was started with other values ({values}){older}; {remedy}")
+        raise InputError(
+            f"{self.path} was started with other values ({values}){older}; "
+            "use another --name or the old values"
+        )
 
     def open(self, devices: dict[str, Any]) -> None:
         """Creates and locks the folder, and adds this start to its config.json."""
@@ -214,9 +216,10 @@ class RunFolder:
             parsed = json.loads(content)
             if parsed is None or isinstance(parsed[key], dict):
                 return parsed
-        damaged = f"{self.path}/{name} is damaged"
-        remedy = f"remove {self.path} to start again, or use another --name"
-        raise InputError(f"{damaged}; {remedy}")
+        raise InputError(
+            f"{self.path}/{name} is damaged; "
+            f"remove {self.path} to start again, or use another --name"
+        )
 
     @contextlib.contextmanager
     def writing(self, name: str) -> Iterator[str]:
@@ -227,8 +230,10 @@ class RunFolder:
         except OSError as error:
             advice = "use another folder with --runs"
             if self.last_step:
-                then = "the same command then resumes from the newest complete checkpoint, if any"
-                advice = f"make room or access; {then}"
+                advice = (
+                    "make room or access; "
+                    "the same command then resumes from the newest complete checkpoint, if any"
+                )
             reason = error.strerror or error
             raise InputError(f"cannot write {path}: {reason}; {advice}") from error
 
