@@ -97,8 +97,9 @@ class Left(Linear):
 def _check(what: str, tensors: Sequence[Any], specs: Sequence[Spec]) -> None:
     """Raises InputError where there is not a tensor for each spec, or a spec is no tuple."""
     if len(tensors) != len(specs):
-        counts = f"{len(tensors)} {what} and {len(specs)} specs"
-        raise InputError(f"the function has {counts}: give one for each")
+        raise InputError(
+            f"the function has {len(tensors)} {what} and {len(specs)} specs: give one for each"
+        )
 
     for tensor, spec in zip(tensors, specs, strict=True):
         if not torch.is_tensor(tensor) or not isinstance(spec, tuple):
@@ -170,8 +171,10 @@ def per_device(
             found = function(*shards)
 
         if isinstance(found, tuple | list) != returns_tuple:
-            for_tuple = "a list of specs is for a function that returns a tuple"
-            raise InputError(f"{for_tuple}, a tuple for one that returns a tensor")
+            raise InputError(
+                "a list of specs is for a function that returns a tuple, "
+                "a tuple for one that returns a tensor"
+            )
         if not returns_tuple:
             found = (found,)
         _check("results", found, specs)
@@ -277,8 +280,10 @@ def _devices(mesh: Axes, axis: str) -> int:
     devices = mesh.size(axis)
     in_backward = torch._C._current_graph_task_id() != -1
     if mesh.regions is not None and not (mesh.regions.inside or in_backward):
-        whole = "outside of a per-device region a tensor is whole"
-        raise InputError(f"{whole}: call this in a function of per_device")
+        raise InputError(
+            "outside of a per-device region a tensor is whole: "
+            "call this in a function of per_device"
+        )
     return devices
 
 
@@ -289,6 +294,8 @@ def _divided(x: Tensor, mesh: Axes, axis: str) -> int:
     """
     devices = _devices(mesh, axis)
     if x.dim() == 0 or x.shape[0] % devices:
-        rows = f"a multiple of {devices}, the devices along {axis}"
-        raise InputError(f"a part is {list(x.shape)}; its first dimension must be {rows}")
+        raise InputError(
+            f"a part is {list(x.shape)}; "
+            f"its first dimension must be a multiple of {devices}, the devices along {axis}"
+        )
     return devices
