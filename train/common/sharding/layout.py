@@ -73,9 +73,9 @@ def _check_one_device(mesh: Mesh, layout: Layout) -> None:
     shard_state = "" if layout.shard_state == "none" else layout.shard_state
     for flag, given in (("--mesh", layout.mesh), ("--shard-state", shard_state)):
         if given:
-            only_one = f"--device {mesh.device.type} runs on one device"
             raise InputError(
-                f"{flag} is {given}, but {only_one}: leave it out, or use --device xla"
+                f"{flag} is {given}, but --device {mesh.device.type} runs on one device: "
+                "leave it out, or use --device xla"
             )
 
 
@@ -83,10 +83,10 @@ def _check_shards(mesh: Mesh, layout: Layout, axes: dict[str, int]) -> None:
     """Raises InputError where --mesh has one device of "data", over which --shard-state cuts."""
     cuts_state = layout.shard_state != "none"
     if layout.mesh and cuts_state and axes["data"] == 1 and mesh.num_devices > 1:
-        flag = f"--shard-state {layout.shard_state}"
         raise InputError(
-            f"{flag} cuts a state over data, of which --mesh {layout.mesh} has one: give more of "
-            "data, or leave --shard-state out"
+            f"--shard-state {layout.shard_state} cuts a state over data, "
+            f"of which --mesh {layout.mesh} has one: "
+            "give more of data, or leave --shard-state out"
         )
 
 
@@ -115,13 +115,17 @@ def parse(text: str, devices: int) -> dict[str, int]:
         name = name.strip()
         size = size.strip()
         if name not in AXES or name in axes:
-            known = "its axes are copies, data and model, each once"
-            raise InputError(f"--mesh {text} has {item.strip()!r}; {known}: {remedy}")
+            raise InputError(
+                f"--mesh {text} has {item.strip()!r}; "
+                f"its axes are copies, data and model, each once: {remedy}"
+            )
 
         is_number = re.fullmatch("[0-9]{1,9}", size)  # int() takes other alphabets' digits, too
         if not is_number or int(size) < 1:
-            expected = "the size of an axis is a number of at least 1"
-            raise InputError(f"--mesh {text} has {name}={size}; {expected}: {remedy}")
+            raise InputError(
+                f"--mesh {text} has {name}={size}; "
+                f"the size of an axis is a number of at least 1: {remedy}"
+            )
         axes[name] = int(size)
 
     product = math.prod(axes.values())
