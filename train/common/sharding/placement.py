@@ -129,8 +129,10 @@ def parameter_specs(
     model_devices = layers.axes["model"]
     heads = rules.heads
     if heads % model_devices:
-        given = f"--mesh has model={model_devices} and the model {heads} heads"
-        raise InputError(f"{given}: give a divisor of {heads}")
+        raise InputError(
+            f"--mesh has model={model_devices} and the model {heads} heads: "
+            f"give a divisor of {heads}"
+        )
 
     embedded = set()
     for module in model.modules():
@@ -156,8 +158,10 @@ def parameter_specs(
 
     for pattern in rules.parameters:
         if pattern not in used_patterns:
-            unused = f"the rule {pattern} fits no parameter of {type(model).__name__}"
-            raise InputError(f"{unused}: see models/partition.py")
+            raise InputError(
+                f"the rule {pattern} fits no parameter of {type(model).__name__}: "
+                "see models/partition.py"
+            )
     _check_state_is_split(model, layers, specs)
     return specs
 
@@ -177,10 +181,11 @@ def _check_state_is_split(
         return
 
     if not any("data" in roles.state for roles in specs.values()):
-        rows = "no matrix of more than two rows"
-        uncut = f"the {devices} devices of data divide {rows} of {type(model).__name__}"
-        remedy = "give another --mesh, or leave it out"
-        raise InputError(f"--shard-state {shard_state} would cut nothing: {uncut}; {remedy}")
+        raise InputError(
+            f"--shard-state {shard_state} would cut nothing: the {devices} devices of data divide "
+            f"no matrix of more than two rows of {type(model).__name__}; "
+            "give another --mesh, or leave it out"
+        )
 
 
 def _state_spec(parameter: Tensor, layer: Spec, layers: Layers, is_embedding: bool) -> Spec:
