@@ -143,8 +143,9 @@ class Goodput(Watcher):
         message += f" in {len(starts)} start(s): {', '.join(shares)}"
         if self._price:
             found["cost"] = found["chip_hours"] * self._price
-            hours = f"{found['chip_hours']:.2f} chip-hours"
-            message += f"; {hours} at {self._price:g}: {found['cost']:.2f}"
+            message += (
+                f"; {found['chip_hours']:.2f} chip-hours at {self._price:g}: {found['cost']:.2f}"
+            )
 
         done = self._flops.done
         spent = self._seconds["steps"] + self._seconds["input_wait"]
