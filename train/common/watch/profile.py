@@ -49,8 +49,10 @@ def watcher(flags: Flags) -> Callable[[Any], "Profile"] | None:
     first = int(match[1]) if match else 0
     last = int(match[2]) if match else -1
     if not first <= last < first + STEPS:
-        steps = f"it must be two steps such as 20:25, from 1 up, at most {STEPS} steps"
-        raise InputError(f"--profile is {flags.profile}; {steps}")
+        raise InputError(
+            f"--profile is {flags.profile}; "
+            f"it must be two steps such as 20:25, from 1 up, at most {STEPS} steps"
+        )
     return lambda run: Profile(run, first, last)
 
 
@@ -109,8 +111,10 @@ class Profile(Watcher):
         if self._waits_for_first and number + steps_a_call > self._first:
             self._waits_for_first = False
             if number > self._last:
-                steps = f"{self._first}:{self._last}"
-                self._run.message(f"--profile {steps} traces nothing: the next step is {number}")
+                self._run.message(
+                    f"--profile {self._first}:{self._last} traces nothing: "
+                    f"the next step is {number}"
+                )
                 return
             self._first_traced = number
             self._start()
