@@ -174,9 +174,9 @@ class Stall(Watcher):
         """Writes the stacks of all threads to the log and the run's folder, and exits."""
         where = "in a pause (evaluation, checkpoint)" if self._paused else "in training"
         file = f"{self._run.path}/stacks/host-{self._run.mesh.process_index}.txt"
-        limit = f"(limit {self.limit():.0f} s, --stall-after {self._times:g})"
         sentence = (
-            f"error: no progress for {silent:.0f} s {where} after step {self._steps} {limit}: "
+            f"error: no progress for {silent:.0f} s {where} after step {self._steps} "
+            f"(limit {self.limit():.0f} s, --stall-after {self._times:g}): "
             f"the stacks of all threads follow, and are in {file}; "
             "the same command resumes from the last checkpoint"
         )
