@@ -154,9 +154,9 @@ def _check_login() -> None:
     try:
         wandb.login(verify=False)
     except wandb.Error as error:
-        remedy = "`wandb login`, export WANDB_API_KEY, or set WANDB_MODE=offline"
         raise InputError(
-            f"--tracker wandb cannot log in ({' '.join(str(error).split())}); {remedy}"
+            f"--tracker wandb cannot log in ({' '.join(str(error).split())}); "
+            "`wandb login`, export WANDB_API_KEY, or set WANDB_MODE=offline"
         ) from error
 
 
