@@ -135,17 +135,16 @@ def announce_compiler(safe_forms: bool) -> None:
     if not torch_xla._XLAC._xla_runtime_is_initialized():
         _loaded_with = flags
     elif _loaded_with is None:
-        early = "libtpu was loaded before device.setup, maybe without these flags"
         print(
-            f"warning: {early}: call device.setup before any device is used",
+            "warning: libtpu was loaded before device.setup, maybe without these flags: "
+            "call device.setup before any device is used",
             file=sys.stderr,
             flush=True,
         )
     elif sorted(_loaded_with.split()) != sorted(flags.split()):
-        loaded = "libtpu was loaded earlier in this process"
-        kept = f"keeps LIBTPU_INIT_ARGS={_loaded_with!r}"
         print(
-            f"warning: {loaded}, and {kept}: start a new process for other flags",
+            "warning: libtpu was loaded earlier in this process, "
+            f"and keeps LIBTPU_INIT_ARGS={_loaded_with!r}: start a new process for other flags",
             file=sys.stderr,
             flush=True,
         )
@@ -159,8 +158,10 @@ def about_compiler(safe_forms: bool) -> str:
     if safe_forms:
         return about
 
-    remedy = "add --safe-forms (docs/tpu.md)"
-    return f"{about}; if the process dies of a flag, or while it compiles, {remedy}"
+    return (
+        f"{about}; if the process dies of a flag, or while it compiles, "
+        "add --safe-forms (docs/tpu.md)"
+    )
 
 
 def setup(precision: str, strict: bool, kind: str, vmem_kib: int, safe_forms: bool) -> Mesh:
@@ -514,8 +515,11 @@ class CompiledStep:
             difference = _difference(signature, known)
             self._recompiled(f"{self.name} would be compiled again: {difference}")
         if not self._strict and not self._known:
-            reads = "--no-strict lets it read values in its middle, which a repeated program"
-            print(f"note: {self.name} is traced in every call: {reads} would not do", flush=True)
+            print(
+                f"note: {self.name} is traced in every call: --no-strict lets it read values "
+                "in its middle, which a repeated program would not do",
+                flush=True,
+            )
         return _Calls()
 
     def _recompiled(self, message: str) -> None:
@@ -575,10 +579,11 @@ class CompiledStep:
                     "a number or tensor that it makes differs from call to call"
                 )
         except replay.NotRepeatable as reason:
-            what = f"call {calls.count} of {self.name} cannot be repeated: {reason}"
-            change = "change that (of a learning rate by device.set_lr)"
-            remedy = f"{change}, or use --no-strict, which traces every call"
-            raise GraphError(f"{what}; {remedy}") from reason
+            raise GraphError(
+                f"call {calls.count} of {self.name} cannot be repeated: {reason}; "
+                "change that (of a learning rate by device.set_lr), "
+                "or use --no-strict, which traces every call"
+            ) from reason
         calls.program = program
         return result
 
