@@ -42,8 +42,10 @@ class Seeds(TorchFunctionMode):
         self, function: Callable, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
         if function in self.RANDOM:
-            draws = f"{function.__name__} draws other numbers in a second pass"
-            raise RuntimeError(f"{draws}; use models/layers.py's dropout")
+            raise RuntimeError(
+                f"{function.__name__} draws other numbers in a second pass; "
+                "use models/layers.py's dropout"
+            )
 
         kwargs = kwargs or {}
         if function is not torch.rand:
