@@ -78,9 +78,10 @@ class Regions:
 
         new_device_seed, new_host_state = _random_state()
         if new_device_seed != device_seed or not torch.equal(new_host_state, host_state):
-            drawn = "random numbers in a per-device region would be the same on every device"
-            remedy = "draw them outside and pass them, cut as the tensor that they are for"
-            raise InputError(f"{drawn}: {remedy}")
+            raise InputError(
+                "random numbers in a per-device region would be the same on every device: "
+                "draw them outside and pass them, cut as the tensor that they are for"
+            )
 
     def count(self, axes: Iterable[str | None]) -> int:
         """Returns how many devices a group along several axes has; None counts as one."""
@@ -97,8 +98,9 @@ class Regions:
         for size, axis in zip(x.shape, spec, strict=True):
             if size % self.count(_as_tuple(axis)):
                 shape = list(x.shape)
-                axes = f"{spec} of {self.sizes}"
-                raise InputError(f"a tensor {shape} does not divide into equal parts by {axes}")
+                raise InputError(
+                    f"a tensor {shape} does not divide into equal parts by {spec} of {self.sizes}"
+                )
 
         # A new tensor, since one that is annotated, such as a batch, refuses another annotation.
         # `| False` takes integers and bools, and keeps their type.
@@ -124,8 +126,10 @@ class Regions:
         unknown = set(named) - self.sizes.keys()
         has_repeated = len(set(named)) < len(named)
         if len(spec) != x.dim() or unknown or has_repeated:
-            give = f"give an axis of {self.sizes}, or None, for each dimension, an axis once"
-            raise InputError(f"{what} {list(x.shape)} cannot be cut by {spec}: {give}")
+            raise InputError(
+                f"{what} {list(x.shape)} cannot be cut by {spec}: "
+                f"give an axis of {self.sizes}, or None, for each dimension, an axis once"
+            )
 
         # Devices with the same shard take one more dimension of the tile assignment.
         has_copies = self.count(self.unused(spec)) > 1
