@@ -424,8 +424,10 @@ class Trace:
     def _check_guards(self) -> None:
         """Raises NotRepeatable where the step has changed what its next trace depends on."""
         if Arguments(self.args).guards != self.arguments.guards:
-            made = "it leaves gradients, makes state, or changes a Python value among its arguments"
-            raise NotRepeatable(f"{made} (device.init_optimizer_state, zero_grad)")
+            raise NotRepeatable(
+                "it leaves gradients, makes state, or changes a Python value among its arguments "
+                "(device.init_optimizer_state, zero_grad)"
+            )
 
     def _updated(self) -> list[int]:
         """Returns the indices of the arguments' tensors that the step updates.
@@ -513,8 +515,10 @@ class Trace:
         is_made_in_step = tensor_id > self._newest_id
         if is_number or is_made_in_step or handle in loop_constants:
             return Constant(tensor)
-        unknown = f"a tensor {list(tensor.shape)} that is not among its arguments"
-        raise NotRepeatable(f"it reads {unknown}: pass it, or its module")
+        raise NotRepeatable(
+            f"it reads a tensor {list(tensor.shape)} that is not among its arguments: "
+            "pass it, or its module"
+        )
 
     def _donate_updated(
         self, sources: list[Source], inputs: list[Tensor], updated: list[int]
@@ -575,8 +579,10 @@ def _check_nothing_else_pending(expected: int) -> None:
         gc.collect()  # an autograd graph in a reference cycle may wait for the collector
         time.sleep(pause)  # autograd's thread lets go of the last gradients just after backward()
 
-    unknown = "tensors that are neither among its arguments nor among its results"
-    raise NotRepeatable(f"it changes or keeps {others} {unknown}")
+    raise NotRepeatable(
+        f"it changes or keeps {others} tensors that are neither among its arguments "
+        "nor among its results"
+    )
 
 
 def _refuse_seed(*_: Any) -> None:
