@@ -114,8 +114,7 @@ def _check_state(before: Signature, after: Signature) -> None:
             names.append(name)
     was = {name: before.get(name) for name in names}
     became = {name: after.get(name) for name in names}
-    kept = "the body of a loop must keep names, shapes and types"
-    raise ValueError(f"{kept}: {was} became {became}")
+    raise ValueError(f"the body of a loop must keep names, shapes and types: {was} became {became}")
 
 
 def gathered(weight: Tensor) -> Tensor:
