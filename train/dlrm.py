@@ -156,11 +156,15 @@ def validate(config: Config) -> Config:
             raise InputError(f"--{field} is {sizes}; it needs sizes of at least 1")
 
     if not all(0 < factor < math.inf for factor in config.exchange_room):
-        expected = "give two factors above 0; 1 is enough for most data"
-        raise InputError(f"--exchange-room is {config.exchange_room}; {expected}")
+        raise InputError(
+            f"--exchange-room is {config.exchange_room}; "
+            "give two factors above 0; 1 is enough for most data"
+        )
     if config.top[-1] != 1 or len(config.top) < 2:
-        expected = "it must be two sizes or more and end with 1, the logit of a click"
-        raise InputError(f"--top is {config.top}; {expected}")
+        raise InputError(
+            f"--top is {config.top}; "
+            "it must be two sizes or more and end with 1, the logit of a click"
+        )
     cli.need_data(config, "a folder of prepared clicks")
     return config
 
@@ -320,9 +324,11 @@ def check_evaluation(data: Data, config: Config, mesh: Mesh) -> None:
         seen |= set(np.unique(labels).tolist())
 
     if len(seen) < 2:
-        split = f"the evaluation split of {config.data}"
-        only = f"all {len(clicks)} labels of {split} are {min(seen):.0f}: there is no AUC"
-        raise InputError(f"{only}; give a split with clicks, 1, and without, 0")
+        raise InputError(
+            f"all {len(clicks)} labels of the evaluation split of {config.data} "
+            f"are {min(seen):.0f}: there is no AUC; "
+            "give a split with clicks, 1, and without, 0"
+        )
 
 
 def evaluate(
@@ -383,16 +389,18 @@ def main(config: Config) -> dict[str, float]:
     total_steps = config.epochs * steps_per_epoch
 
     kind = "synthetic" if config.data == "synthetic" else "clicks"
-    tables = f"{len(data.train.features)} tables of {sum(data.train.table_rows):,} rows"
-    length = f"{config.epochs} epoch(s) of {steps_per_epoch:,} steps of {config.batch_size}"
-    size = f"{len(data.train):,} examples, {tables}, {length}"
     sources = splits.said(*data)
+    headline = (
+        f"dlrm on {config.data}: {len(data.train):,} examples, "
+        f"{len(data.train.features)} tables of {sum(data.train.table_rows):,} rows, "
+        f"{config.epochs} epoch(s) of {steps_per_epoch:,} steps of {config.batch_size}{sources}"
+    )
     check_evaluation(data, config, mesh)
     run = Run(
         config,
         mesh,
         name=f"dlrm-{kind}",
-        headline=f"dlrm on {config.data}: {size}{sources}",
+        headline=headline,
         may_differ=MAY_CHANGE,
         total_steps=total_steps,
     )
@@ -479,8 +487,10 @@ def main(config: Config) -> dict[str, float]:
         if not metrics:  # the run ended after the last step, before the export
             metrics = evaluate(eval_fn, state, data.eval, config, mesh)
         if config.data == "synthetic":
-            auc = f"an AUC of {data.eval.perfect_auc():.4f}"
-            run.message(f"a perfect model would reach {auc} on this synthetic data")
+            run.message(
+                f"a perfect model would reach an AUC of {data.eval.perfect_auc():.4f} "
+                "on this synthetic data"
+            )
         if mesh.main_process:
             folder = run.checkpoints.folder(total_steps)
             export(f"{run.path}/export", state, data, config, folder)
