@@ -211,8 +211,9 @@ def _open_classifier(
 
     positions = architectures.positions(classifier.model)
     if config.lengths[-1] > positions:
-        longest = f"--lengths go up to {config.lengths[-1]}"
-        raise InputError(f"{longest}; the model has {positions} positions")
+        raise InputError(
+            f"--lengths go up to {config.lengths[-1]}; the model has {positions} positions"
+        )
     if config.lr == 0 and classifier.head.refusal_at_lr_0:
         raise InputError(classifier.head.refusal_at_lr_0)
     return classifier
@@ -332,8 +333,9 @@ def check_evaluation(data: Data, config: Config, mesh: Mesh) -> None:
         try:
             glue.score(config.task, examples.labels, examples.labels)
         except ValueError as error:
-            what = f"the labels of {config.task}'s split {split} cannot be evaluated"
-            raise InputError(f"{what}: {error}") from error
+            raise InputError(
+                f"the labels of {config.task}'s split {split} cannot be evaluated: {error}"
+            ) from error
 
 
 def evaluate(
@@ -409,13 +411,14 @@ def export(folder: str, state: State, data: Data, mesh: Mesh) -> None:
 
 def headline(config: Config, data: Data, plan: batching.Plan, total_steps: int) -> str:
     """Returns what a run of `total_steps` says first."""
-    cut = f"{data.train.truncated:,} cut to {config.lengths[-1]} tokens"
-    examples = f"{len(data.train):,} examples ({cut})"
     lengths = "|".join(map(str, config.lengths))
-    shapes = f"in batches of {config.batch_size} x {lengths} with {plan.padding:.1%} padding"
     sources = splits.said(data.train, *data.eval.values())
-    steps = f"{total_steps:,} steps ({config.epochs:g} epochs){sources}"
-    return f"{config.model} on {config.task}: {examples} {shapes}, {steps}"
+    return (
+        f"{config.model} on {config.task}: {len(data.train):,} examples "
+        f"({data.train.truncated:,} cut to {config.lengths[-1]} tokens) "
+        f"in batches of {config.batch_size} x {lengths} with {plan.padding:.1%} padding, "
+        f"{total_steps:,} steps ({config.epochs:g} epochs){sources}"
+    )
 
 
 def main(config: Config) -> dict[str, float]:
@@ -433,8 +436,10 @@ def main(config: Config) -> dict[str, float]:
     varies = encoders.by_name(config.model).tokenizer in vocabulary.VARYING
     if mesh.process_count > 1 and varies and not config.checkpoint:
         # Each host would learn another vocabulary.
-        trial = f"the trial of --model {config.model} is for one host"
-        raise InputError(f"{trial}, not {mesh.process_count}; give --checkpoint")
+        raise InputError(
+            f"the trial of --model {config.model} is for one host, not {mesh.process_count}; "
+            "give --checkpoint"
+        )
 
     data = open_data(config)
     plan = batch_plan(config, data.train, mesh, train=True)
