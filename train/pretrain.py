@@ -315,8 +315,9 @@ def check_evaluation(data: Data, config: Config, mesh: Mesh) -> None:
         is_predicted = batch["weights"] * batch["mask"][:, None]
         predicted += int(is_predicted.sum())
     if not device.over_hosts(mesh, predicted).total:
-        rows = f"the first and last validation rows of {config.data}"
-        raise InputError(f"no token of {rows} can be predicted")
+        raise InputError(
+            f"no token of the first and last validation rows of {config.data} can be predicted"
+        )
 
 
 def evaluate(
@@ -394,12 +395,14 @@ def with_teacher(config: Config, mesh: Mesh) -> Config:
 def headline(config: Config, data: Data, steps_per_epoch: int) -> str:
     """Returns what a run says first."""
     text = data.train.text
-    rows = f"{len(text):,} rows of {text.length} tokens, {data.train.predictions} predicted"
-    parameters = f"{data.model.num_parameters():,} parameters"
     epochs = config.steps / steps_per_epoch
     sources = splits.said(text, data.eval.text)
-    length = f"{config.steps:,} updates of {config.batch_size} rows ({epochs:.1f} epochs){sources}"
-    return f"{config.model} on {config.data}: {rows}, {parameters}, {length}"
+    return (
+        f"{config.model} on {config.data}: "
+        f"{len(text):,} rows of {text.length} tokens, {data.train.predictions} predicted, "
+        f"{data.model.num_parameters():,} parameters, "
+        f"{config.steps:,} updates of {config.batch_size} rows ({epochs:.1f} epochs){sources}"
+    )
 
 
 def main(config: Config) -> dict[str, float]:
