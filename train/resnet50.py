@@ -125,7 +125,8 @@ def learning_rate(config: Config, step: int, steps_per_epoch: int) -> float:
 
 
 def validate(config: Config) -> Config:
-    """Returns the config; raises InputError where a value is outside its range."""
+    """Returns the config; raises InputError where flags are missing, out of range or do not fit
+    together."""
     cli.at_least(config, 1, "epochs", "batch_size", "update_every", "keep")
     cli.at_least(config, 1, "log_every", "save_every", "eval_every")
     cli.at_least(config, 0, "lr", "warmup_epochs", "momentum", "weight_decay")
@@ -133,14 +134,16 @@ def validate(config: Config) -> Config:
     cli.at_least(config, 32, "image_size")
     cli.at_least(config, -1, "workers")
     cli.at_least(config, 0, "label_smoothing", below=1)
-    if config.warmup_epochs >= config.epochs:
-        warmup = f"--warmup-epochs is {config.warmup_epochs}"
-        raise InputError(f"{warmup}; it must be below --epochs, {config.epochs}")
 
+    if config.warmup_epochs >= config.epochs:
+        raise InputError(
+            f"--warmup-epochs is {config.warmup_epochs}; it must be below --epochs, {config.epochs}"
+        )
     check_norm_groups(config)
     if config.labels and not config.weights:
-        reason = "it is for the head of --weights, which are not given"
-        raise InputError(f"--labels is {config.labels}; {reason}")
+        raise InputError(
+            f"--labels is {config.labels}; it is for the head of --weights, which are not given"
+        )
     cli.need_data(config, "a folder of images or a data set id")
     return config
 
@@ -156,8 +159,10 @@ def check_norm_groups(config: Config) -> None:
 
     # 32 pixels are a single one in the last layers: batch norm needs a second image there.
     if micro_batch == groups and config.image_size == 32:
-        needed = f"{groups} --norm-groups of at least 2 images, which --image-size 32 needs"
-        raise InputError(f"{flags} does not divide into {needed}; {remedy}")
+        raise InputError(
+            f"{flags} does not divide into {groups} --norm-groups of at least 2 images, "
+            f"which --image-size 32 needs; {remedy}"
+        )
 
 
 def open_data(config: Config) -> Data:
@@ -206,8 +211,10 @@ def build(config: Config, data: Data, mesh: Mesh) -> State:
     """
     norm_groups = config.norm_groups or mesh.num_devices
     if norm_groups > 1 and norm_groups % mesh.num_devices:
-        expected = f"it must be 1 or a multiple of {mesh.num_devices} devices"
-        raise InputError(f"--norm-groups is {norm_groups}; {expected}")
+        raise InputError(
+            f"--norm-groups is {norm_groups}; "
+            f"it must be 1 or a multiple of {mesh.num_devices} devices"
+        )
 
     model = resnet(config.model, len(data.train.classes), norm_groups=norm_groups)
     if config.weights:
@@ -331,15 +338,18 @@ def check_evaluation(data: Data, config: Config, mesh: Mesh) -> None:
         # A data set may have other labels than numbers of classes.
         if labels.dim() != 1 or labels.is_floating_point():
             dtype = str(labels.dtype).removeprefix("torch.")
-            kind = f"{dtype} of shape {list(labels.shape[1:])}"
-            expected = "this script's loss and metrics are for the number of a class"
-            remedy = "change forward and eval_step, and this check"
-            raise InputError(f"a label of the images is {kind}; {expected}: {remedy}")
+            raise InputError(
+                f"a label of the images is {dtype} of shape {list(labels.shape[1:])}; "
+                "this script's loss and metrics are for the number of a class: "
+                "change forward and eval_step, and this check"
+            )
         decoded += int((batch["mask"] * (labels >= 0)).sum())
 
     if not device.over_hosts(mesh, decoded).total:
-        split = f"the evaluation split of {config.data}"
-        raise InputError(f"none of the first and last images of {split} can be decoded")
+        raise InputError(
+            f"none of the first and last images of the evaluation split of {config.data} "
+            "can be decoded"
+        )
 
 
 def evaluate(
@@ -368,8 +378,10 @@ def evaluate(
     if not count:
         raise InputError(f"no image of the evaluation split of {config.data} can be decoded")
     if count < len(images) and mesh.main_process:
-        evaluated = f"evaluated {count:.0f} of {len(images)} images"
-        print(f"{evaluated}: the others cannot be decoded", flush=True)
+        print(
+            f"evaluated {count:.0f} of {len(images)} images: the others cannot be decoded",
+            flush=True,
+        )
     return {name: totals[name] / count for name in ("top1", "top5", "loss")}
 
 
@@ -413,10 +425,11 @@ def main(config: Config) -> dict[str, float]:
     total_steps = config.epochs * steps_per_epoch
 
     kind = "synthetic" if config.data == "synthetic" else "images"
-    size = f"{images} images of {len(data.train.classes)} classes"
-    length = f"{config.epochs} epochs of {steps_per_epoch} steps of {config.batch_size}"
     sources = splits.said(*data)
-    headline = f"{config.model} on {config.data}: {size}, {length}{sources}"
+    headline = (
+        f"{config.model} on {config.data}: {images} images of {len(data.train.classes)} classes, "
+        f"{config.epochs} epochs of {steps_per_epoch} steps of {config.batch_size}{sources}"
+    )
     check_evaluation(data, config, mesh)
     run = Run(
         config,
