@@ -156,8 +156,9 @@ def validate(config: Config) -> Config:
     rising = list(config.lengths) == sorted(set(config.lengths))
     possible = all(2 <= length <= positions for length in config.lengths)
     if not rising or not possible:
-        expected = f"they must rise and be between 2 and {positions}"
-        raise InputError(f"--lengths are {config.lengths}; {expected}")
+        raise InputError(
+            f"--lengths are {config.lengths}; they must rise and be between 2 and {positions}"
+        )
     cli.need_data(config, "a folder that `make data` made")
     return config
 
@@ -204,9 +205,11 @@ def check_dictionaries(config: Config, data: Data) -> list[str]:
             their_word = _word(their_line)
             our_word = _word(our_line)
             if their_word != our_word:
-                what = f"--weights {config.weights} has a different dictionary"
-                where = f"line {number} of {path} is {their_word!r}, of {config.data} {our_word!r}"
-                raise InputError(f"{what}: {where}; give weights or data of the same dictionary")
+                raise InputError(
+                    f"--weights {config.weights} has a different dictionary: "
+                    f"line {number} of {path} is {their_word!r}, of {config.data} {our_word!r}; "
+                    "give weights or data of the same dictionary"
+                )
     return not_found
 
 
@@ -231,8 +234,10 @@ def build(config: Config, data: Data, mesh: Mesh) -> State:
     source = data.train.source_dictionary
     target = data.train.target_dictionary
     if config.share_embeddings == "all" and source is not target:
-        remedy = "use --share-embeddings decoder, or a joint dictionary"
-        raise InputError(f"{config.data} has two dictionaries; {remedy}")
+        raise InputError(
+            f"{config.data} has two dictionaries; "
+            "use --share-embeddings decoder, or a joint dictionary"
+        )
 
     arch = replace(
         ARCHITECTURES[config.arch],
@@ -245,9 +250,11 @@ def build(config: Config, data: Data, mesh: Mesh) -> State:
         fairseq.load_weights(model, weights, config.weights)
         not_found = check_dictionaries(config, data)
         if not_found and mesh.main_process:
-            beside = f"there is no {' nor '.join(not_found)} beside --weights {config.weights}"
-            taken = f"its words are taken to be those of {config.data}, in their order"
-            print(f"{beside}: {taken}", flush=True)
+            print(
+                f"there is no {' nor '.join(not_found)} beside --weights {config.weights}: "
+                f"its words are taken to be those of {config.data}, in their order",
+                flush=True,
+            )
 
     model = device.to_device(model, mesh, partition_rules)
     # XLA has no foreach kernels.
@@ -390,17 +397,19 @@ def average_checkpoints(
     regular = [step for step in known if step % checkpoints.every == 0]
     candidates = sorted({*regular, known[-1]})
     steps = candidates[-checkpoints.keep :]
-    what = "the checkpoints to average (the sum of their steps)"
-    device.same_on_all_hosts(mesh, what, sum(steps))
+    device.same_on_all_hosts(
+        mesh, "the checkpoints to average (the sum of their steps)", sum(steps)
+    )
 
     sums: dict[str, Tensor] = {}
     for step in steps:
         saved = checkpoints.read(step)
         if saved is None:
-            one = f"the checkpoint of step {step} in {checkpoints.path}, one of those to average"
-            remedy = "remove it and those of later steps"
-            then = "the same command then trains again from what is left"
-            raise InputError(f"{one}, is damaged; {remedy}: {then}")
+            raise InputError(
+                f"the checkpoint of step {step} in {checkpoints.path}, one of those to average, "
+                "is damaged; remove it and those of later steps: "
+                "the same command then trains again from what is left"
+            )
         for name, _ in model.named_parameters():
             weight = saved[f"model.{name}"].double()
             if name in sums:
@@ -455,14 +464,16 @@ def headline(
     Args:
         tokens_per_update: target tokens, without padding.
     """
-    pairs = f"{len(data.train):,} pairs, {plan.dropped:,} too long"
     shapes = ", ".join("x".join(map(str, shape)) for shape in plan.shapes)
-    batches = f"in batches of {shapes} with {plan.padding:.1%} padding"
-    updates = f"{config.updates:,} updates of {tokens_per_update:,} target tokens"
     epochs = config.updates * config.update_every / batches_per_epoch
     sources = splits.said(data.train, *data.eval.values())
-    length = f"{updates} ({epochs:.1f} epochs){sources}"
-    return f"{config.arch} on {config.data}: {pairs}, {batches}, {length}"
+    return (
+        f"{config.arch} on {config.data}: "
+        f"{len(data.train):,} pairs, {plan.dropped:,} too long, "
+        f"in batches of {shapes} with {plan.padding:.1%} padding, "
+        f"{config.updates:,} updates of {tokens_per_update:,} target tokens "
+        f"({epochs:.1f} epochs){sources}"
+    )
 
 
 def main(config: Config) -> dict[str, float]:
