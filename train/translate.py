@@ -85,8 +85,9 @@ def training_plan(
     if not lengths:
         usual = pairs.lengths[pairs.lengths.max(1) <= AUTO_LONGEST]
         if not len(usual):
-            none = f"{config.data} has no pair of at most {AUTO_LONGEST} tokens a side"
-            raise InputError(f"{none}; give --lengths")
+            raise InputError(
+                f"{config.data} has no pair of at most {AUTO_LONGEST} tokens a side; give --lengths"
+            )
         # propose_shapes also proposes rows, from the tokens of a batch. They are not used.
         tokens_unused = 2**30
         proposed = packing.propose_shapes(usual, tokens_unused, AUTO_SHAPES)
@@ -128,8 +129,10 @@ def evaluation_plan(
         index = int(longest.argmax())
         number = index if numbers is None else int(numbers[index])
         of_split = f" of the split {split}" if split else ""
-        has = f"sentence {number + 1}{of_split} has {longest[index]} tokens"
-        raise InputError(f"{has}; the model takes {max_positions}: cut it")
+        raise InputError(
+            f"sentence {number + 1}{of_split} has {longest[index]} tokens; "
+            f"the model takes {max_positions}: cut it"
+        )
 
     sizes = list(sizes) or [DEFAULT_LENGTH]
     while sizes[-1] < longest.max():
@@ -262,10 +265,11 @@ class Bleu:
         self.notes = [scoring.note] if scoring.note else []
         lacking = sum(unknown_in_reference in line for line in self.references)
         if lacking:
-            some = f"{lacking:,} of {len(self.references):,} references of the split {pairs.split}"
-            path = f"{pairs.split}.{pairs.target_language}"
-            remedy = f"put the original text into the folder as {path} for BLEU on it"
-            self.notes.append(f"{some} have unknown words, which match nothing; {remedy}")
+            self.notes.append(
+                f"{lacking:,} of {len(self.references):,} references of the split {pairs.split} "
+                "have unknown words, which match nothing; put the original text into the folder "
+                f"as {pairs.split}.{pairs.target_language} for BLEU on it"
+            )
         self._metric = _open_metric(scoring, pairs.target_language, self.references[:1])
 
     @property
@@ -302,11 +306,12 @@ def _open_metric(scoring: languages.Scoring, language: str, sample: list[str]) -
         metric = BLEU(trg_lang=scoring.language, tokenize=scoring.tokenizer)
         metric.corpus_score(sample, [sample])
     except unusable as error:
-        what = f"BLEU of the target language {language} cannot be computed"
         reason = " ".join(str(error).split())
-        why = f"the tokenizer {scoring.tokenizer} says {reason!r}"
-        remedy = "install what is missing, or give --bleu-tokenizer char for BLEU of characters"
-        raise InputError(f"{what}: {why}; {remedy}") from error
+        raise InputError(
+            f"BLEU of the target language {language} cannot be computed: "
+            f"the tokenizer {scoring.tokenizer} says {reason!r}; "
+            "install what is missing, or give --bleu-tokenizer char for BLEU of characters"
+        ) from error
     return metric
 
 
@@ -328,8 +333,9 @@ def load(folder: str, mesh: Mesh, pieces: str = "") -> tuple[Transformer, wmt.Co
     source_language = settings.get("source_lang")
     target_language = settings.get("target_lang")
     if source_language is None or target_language is None:
-        lacks = "its settings have no source_lang and target_lang"
-        raise InputError(f"{path} does not say its languages: {lacks}")
+        raise InputError(
+            f"{path} does not say its languages: its settings have no source_lang and target_lang"
+        )
 
     pieces = pieces or settings.get("pieces", "")
     if pieces not in PIECES:  # of another version's export
@@ -347,8 +353,9 @@ def load(folder: str, mesh: Mesh, pieces: str = "") -> tuple[Transformer, wmt.Co
 def validate(config: Config) -> None:
     """Raises InputError where a value is outside its range."""
     if not config.model_dir:
-        such_as = "give the folder of an export, such as runs/<name>/export"
-        raise InputError(f"--model-dir is missing: {such_as}")
+        raise InputError(
+            "--model-dir is missing: give the folder of an export, such as runs/<name>/export"
+        )
     cli.at_least(config, 1, "batch_tokens", "beam")
     rising = list(config.lengths) == sorted(set(config.lengths))
     if not rising or min(config.lengths, default=2) < 2:
@@ -364,9 +371,11 @@ def read_input(mesh: Mesh) -> list[str]:
     content = sys.stdin.buffer.read()
     fingerprints = device.over_hosts(mesh, zlib.crc32(content))
     if fingerprints.low != fingerprints.high:
-        hosts = f"the {mesh.process_count} hosts have different lines on their standard inputs"
-        remedy = "run it on a TPU with one, or give all of them the same lines"
-        raise InputError(f"{hosts}; translation is for one host: {remedy}")
+        raise InputError(
+            f"the {mesh.process_count} hosts have different lines on their standard inputs; "
+            "translation is for one host: "
+            "run it on a TPU with one, or give all of them the same lines"
+        )
 
     try:
         text = content.decode("utf-8-sig")  # Windows' editors begin with a byte order mark
@@ -392,11 +401,15 @@ def main(config: Config) -> None:
 
     sentences = codec.sentences(read_input(mesh))
     if sentences.unknown_share > UNKNOWN_SHARE and mesh.main_process:
-        share = f"{sentences.unknown_share:.0%} of the words of the input are not in the dictionary"
         reason = ""
         if not codec.tokenizer:
             reason = ": the folder has no tokenizer, so lines must be split as its text was"
-        print(f"warning: {share}{reason}", file=sys.stderr, flush=True)
+        print(
+            f"warning: {sentences.unknown_share:.0%} of the words of the input "
+            f"are not in the dictionary{reason}",
+            file=sys.stderr,
+            flush=True,
+        )
 
     translations = Translator(model, mesh, config)(sentences)
     if mesh.main_process:
