@@ -370,8 +370,8 @@ class TableArray(abc.ABC):
     def _leave_tensors(self, parts: Sequence[Tensor]) -> None:
         """Writes each device's part of the weight and of the states back; ends the region.
 
-        By `copy_` into the tensors that were entered, so that they keep their memory: rule 1 of
-        bags.py.
+        They are copied with `copy_` into the tensors that were entered, which keep their memory
+        (bags.py says why).
         """
         specs = [self.spec, *self.state_specs]
         for tensor, part, spec in zip([self.weight, *self.states], parts, specs, strict=True):
