@@ -146,7 +146,7 @@ class Recompute(torch.autograd.Function):
 
 
 def _compute_again(ctx: Any, inputs: list[Any], seeds: Sequence[Tensor]) -> tuple:
-    """Returns the results of the second pass, with gradients, as a tuple."""
+    """Runs the function a second time, with gradients on; returns its results as a tuple."""
     args, kwargs = pytree.tree_unflatten(inputs, ctx.structure)
     kind = torch_xla.device().type
     autocast = torch.autocast(kind, ctx.autocast_dtype, enabled=ctx.autocast_enabled)
