@@ -15,6 +15,7 @@ from train.common.xla import backend, replay
 from train.common.xla.while_loop import Lowered, WhileLoop, lower, placeholders
 
 _XLAC = torch_xla._XLAC
+Tensors = dict[str, Tensor]  # by their names in the loop
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,7 @@ class _TracedStep:
         structure: of what the step returns.
     """
 
-    results: dict[str, Tensor]
+    results: Tensors
     leaves: list[Any]
     structure: pytree.TreeSpec
 
@@ -93,8 +94,8 @@ class StepLoop:
         state: Any,
         fields: Sequence[str],
         rest: tuple,
-        held: dict[str, Tensor],
-        inputs: dict[str, Tensor],
+        held: Tensors,
+        inputs: Tensors,
         shardings: dict[str, Any],
     ) -> _TracedStep:
         """Calls the step on `inputs`, and returns what it makes of them.
@@ -137,11 +138,11 @@ class StepLoop:
         self,
         step: Lowered,
         traced: _TracedStep,
-        initial: dict[str, Tensor],
+        initial: Tensors,
         batches: Sequence[dict[str, Tensor]],
         input_names: list[str],
         shardings: dict[str, Any],
-    ) -> dict[str, Tensor]:
+    ) -> Tensors:
         """Loops over the batches; returns what the last round leaves.
 
         Args:
@@ -149,21 +150,17 @@ class StepLoop:
         """
         batch_names = list(_named_fields(batches[0]))
         constants = {f"constant {i}": tensor for i, tensor in enumerate(step.constants)}
-        # What a step may read, in the order in which `step.arguments` has their indices: operands,
-        # then constants.
-        entering = [*input_names, *constants]
+        operand_names = [*input_names, *constants]  # `step.arguments` are indices of these
 
-        def one_round(
-            carried: dict[str, Tensor], invariants: dict[str, Tensor]
-        ) -> dict[str, Tensor]:
+        def one_round(carried: Tensors, invariants: Tensors) -> Tensors:
             values = carried | invariants
             next_round = carried["round"] + 1
             for name in batch_names:
-                batch_index = values["round"].reshape(1)
+                batch_index = carried["round"].reshape(1)
                 values[name] = values[name].index_select(0, batch_index)[0]
 
             operands = []
-            for name in entering:
+            for name in operand_names:
                 operands.append(self._annotated(values[name], shardings.get(name)))
             arguments = [operands[index] for index in step.arguments]
             outputs = _XLAC._xla_user_computation("xla::step", arguments, step.computation)
@@ -179,6 +176,7 @@ class StepLoop:
             "round": first_round.to(torch_xla.device()),
         }
         for name, result in traced.results.items():
+            # What a step returns has no value before the first round.
             carried[name] = initial[name] if name in initial else torch.zeros_like(result)
 
         invariants = {}
@@ -186,6 +184,8 @@ class StepLoop:
             if name not in traced.results:
                 invariants[name] = value
         invariants |= constants
+
+        # `batch_names` has the fields' order.
         for field, name in zip(batches[0], batch_names, strict=True):
             stacked = torch.stack([batch[field] for batch in batches])
             sharding = self._batch_sharding(stacked.dim(), stacked=True)
@@ -194,9 +194,7 @@ class StepLoop:
         no_model = nn.Module()  # the weights are among the held tensors
         return WhileLoop(one_round, no_model)(carried, invariants)
 
-    def _update_held(
-        self, held: dict[str, Tensor], final: dict[str, Tensor], shardings: dict[str, Any]
-    ) -> None:
+    def _update_held(self, held: Tensors, final: Tensors, shardings: dict[str, Any]) -> None:
         """Gives the held tensors that the loop has updated their new values."""
         updated = {}
         for name, tensor in final.items():
@@ -204,7 +202,7 @@ class StepLoop:
                 updated[name] = self._annotated(tensor, shardings[name])
         _copy(updated, held)
 
-    def _result(self, traced: _TracedStep, final: dict[str, Tensor]) -> Any:
+    def _result(self, traced: _TracedStep, final: Tensors) -> Any:
         """Returns what the last step returns: its tensors are those of the loop."""
         leaves = []
         for index, leaf in enumerate(traced.leaves):
@@ -232,7 +230,7 @@ class StepLoop:
         return self._mesh.spmd.get_op_sharding(spec + whole)
 
 
-def _named_fields(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _named_fields(batch: Mapping[str, Tensor]) -> Tensors:
     """Returns a batch by its names in the loop, which no field shares with "round" or "running"."""
     return {f"batch {field}": tensor for field, tensor in batch.items()}
 
