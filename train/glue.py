@@ -18,7 +18,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -37,6 +37,7 @@ from models import (
     layers,
 )
 from train.common import accumulate, checkpoint, cli, device, files, loading
+from train.common.batches import Examples
 from train.common.mesh import WHOLE, Layout, Mesh
 from train.common.run import Run
 
@@ -234,9 +235,7 @@ def batch_plan(config: Config, examples: glue.Encoded, mesh: Mesh, train: bool) 
     return batching.Shuffled(examples.lengths, config.batch_size, lengths, by_length)
 
 
-def collate(
-    limits: architectures.Limits, examples: list[dict[str, Any]] | dict[str, np.ndarray]
-) -> dict[str, Tensor]:
+def collate(limits: architectures.Limits, examples: Examples) -> dict[str, Tensor]:
     """Returns a batch of examples as tensors.
 
     The host checks that all ids are within the model's tables: on a device a wrong id would read

@@ -22,9 +22,8 @@ import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
-import numpy as np
 import torch
 from timm.optim import Lamb
 from torch import Tensor, nn
@@ -34,6 +33,7 @@ from errors import InputError
 from models import architectures, encoder_files, encoder_layers, encoders, layers, objectives
 from models.encoders.record import Pretraining
 from train.common import accumulate, checkpoint, cli, device, files, loading
+from train.common.batches import Examples
 from train.common.mesh import WHOLE, Layout, Mesh
 from train.common.run import Run
 
@@ -208,9 +208,7 @@ def _open_model(config: Config, rows: Rows) -> nn.Module:
     return model
 
 
-def collate(
-    limits: architectures.Limits, examples: list[dict[str, Any]] | dict[str, np.ndarray]
-) -> dict[str, Tensor]:
+def collate(limits: architectures.Limits, examples: Examples) -> dict[str, Tensor]:
     """Returns a batch of examples as tensors.
 
     The host checks that all ids are within the model's tables: on a device a wrong id would read

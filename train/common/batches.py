@@ -65,9 +65,12 @@ class BatchPlan(Protocol):
     def steps(self, seed: int | None, start: int, stop: int) -> Iterator[tuple]: ...
 
 
-def as_tensors(batch: list[dict[str, Any]] | dict[str, np.ndarray]) -> dict[str, Tensor]:
-    """Makes tensors [batch, ...] of a list of examples, or of the arrays that `Dataset.batch`
-    returns."""
+# The examples of a batch: one dict for each, or the arrays that `Dataset.batch` returns.
+Examples = list[dict[str, Any]] | dict[str, np.ndarray]
+
+
+def as_tensors(batch: Examples) -> dict[str, Tensor]:
+    """Makes tensors [batch, ...] of examples."""
     if isinstance(batch, list):
         batch = {key: np.stack([example[key] for example in batch]) for key in batch[0]}
     return {key: torch.from_numpy(np.ascontiguousarray(array)) for key, array in batch.items()}
