@@ -90,8 +90,10 @@ class MovieLens:
 
         kept = _in_evaluation(rating_users, rating_films) == (split == "eval")
         if not kept.any():
-            what = f"{path} has {len(ratings)} ratings, none of them in the {split} split"
-            raise InputError(f"{what}; it needs more")
+            raise InputError(
+                f"{path} has {len(ratings)} ratings, none of them in the {split} split; "
+                "it needs more"
+            )
         self._user = user_index[kept].astype(np.int32)  # [ratings], index of the user
         self._film = film_index[kept].astype(np.int32)
         self._label = (ratings[kept, 2] >= LIKED).astype(np.float32)
@@ -302,8 +304,10 @@ def _read(
             f"{max_bad_share} that is left out in good faith; fix them. The first is {first_bad}"
         )
     if bad:
-        what = f"{bad} malformed lines of {lines} were left out, the first: {first_bad}"
-        warnings.warn(what, stacklevel=4)
+        warnings.warn(
+            f"{bad} malformed lines of {lines} were left out, the first: {first_bad}",
+            stacklevel=4,
+        )
     return results
 
 
@@ -317,29 +321,34 @@ class _Header:
         try:
             self._names = _split(line.decode("utf-8-sig").rstrip("\r\n"), separator)
         except UnicodeDecodeError as error:
-            what = f"{path} line 1 is not UTF-8 (byte {error.start})"
-            raise InputError(f"{what}; convert the file") from error
+            raise InputError(
+                f"{path} line 1 is not UTF-8 (byte {error.start}); convert the file"
+            ) from error
         except csv.Error as error:
-            what = f"{path} line 1 is no line of CSV: {error}"
-            expected = "expected lines that end with \\n, and not with \\r alone"
-            raise InputError(f"{what}; {expected}") from error
+            raise InputError(
+                f"{path} line 1 is no line of CSV: {error}; "
+                "expected lines that end with \\n, and not with \\r alone"
+            ) from error
 
         keys = [_column_key(name) for name in self._names]
         for name in columns:
             count = keys.count(_column_key(name))
             if count != 1:
                 found = ", ".join(self._names)[:100] or "nothing"
-                what = f"{path} line 1 is {found!r}, which names the column {name} {count} times"
-                header = f"expected a header with {', '.join(columns)}"
-                order = "once each, in any order, separated by commas"
-                raise InputError(f"{what}; {header}, {order}")
+                raise InputError(
+                    f"{path} line 1 is {found!r}, which names the column {name} {count} times; "
+                    f"expected a header with {', '.join(columns)}, "
+                    "once each, in any order, separated by commas"
+                )
         self._positions = [keys.index(_column_key(name)) for name in columns]
 
     def chosen(self, fields: list[str]) -> list[str]:
         """Returns a line's fields of the needed columns; raises ValueError for a malformed line."""
         if len(fields) != len(self._names):
-            expected = f"{len(self._names)}: {', '.join(self._names)}"
-            raise ValueError(f"it has {len(fields)} columns instead of {expected}")
+            raise ValueError(
+                f"it has {len(fields)} columns instead of {len(self._names)}: "
+                f"{', '.join(self._names)}"
+            )
         return [fields[position] for position in self._positions]
 
 
@@ -391,8 +400,9 @@ def _rating(*fields: str) -> tuple[int, int, float, int]:
 def _parse_number(text: str, what: str, digits: int = 9) -> int:
     """Returns a whole number; raises ValueError where the text is none, or has more digits."""
     if not re.fullmatch(rf"[0-9]{{1,{digits}}}", text):
-        expected = f"expected a whole number of up to {digits} digits"
-        raise ValueError(f"its {what} is {text[:20]!r}, {expected}")
+        raise ValueError(
+            f"its {what} is {text[:20]!r}, expected a whole number of up to {digits} digits"
+        )
     return int(text)
 
 
@@ -456,8 +466,9 @@ def _read_users(folder: Path, max_bad_share: float) -> dict[int, User]:
 def _user_100k(*fields: str) -> tuple[int, User]:
     """Parses a line of u.user."""
     if len(fields) != 5:
-        columns = "user, age, gender, occupation, zip code"
-        raise ValueError(f"it has {len(fields)} columns instead of 5: {columns}")
+        raise ValueError(
+            f"it has {len(fields)} columns instead of 5: user, age, gender, occupation, zip code"
+        )
     number, age, gender, occupation, _ = fields
     return _parse_number(number, "user"), User(_parse_number(age, "age"), gender, occupation)
 
@@ -465,7 +476,8 @@ def _user_100k(*fields: str) -> tuple[int, User]:
 def _user_1m(*fields: str) -> tuple[int, User]:
     """Parses a line of users.dat."""
     if len(fields) != 5:
-        columns = "user, gender, age, occupation, zip code"
-        raise ValueError(f"it has {len(fields)} columns instead of 5: {columns}")
+        raise ValueError(
+            f"it has {len(fields)} columns instead of 5: user, gender, age, occupation, zip code"
+        )
     number, gender, age, occupation, _ = fields
     return _parse_number(number, "user"), User(_parse_number(age, "age"), gender, occupation)

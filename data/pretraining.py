@@ -440,8 +440,9 @@ def _ordinary(tokenizer) -> np.ndarray:
     ordinary = np.ones(len(tokenizer), bool)
     ordinary[tokenizer.all_special_ids] = False
     if not ordinary.any():
-        expected = "expected a trained one, which --tokenizer names"
-        raise InputError(f"the tokenizer has special tokens only; {expected}")
+        raise InputError(
+            "the tokenizer has special tokens only; expected a trained one, which --tokenizer names"
+        )
     return ordinary
 
 
@@ -480,15 +481,18 @@ def _check(text: TextRows, predictions: int, side: str) -> None:
         )
 
     if not 1 <= predictions <= text.length:
-        expected = f"expected 1 to {text.length}, the length of a row. 15 to 17 % of it is usual"
-        raise InputError(f"predictions is {predictions}; {expected}")
+        raise InputError(
+            f"predictions is {predictions}; "
+            f"expected 1 to {text.length}, the length of a row. 15 to 17 % of it is usual"
+        )
 
 
 def _check_pairs(text: TextRows, what: str) -> None:
     """Raises InputError where rows cannot be cut into two segments; `what` needs them."""
     if not text.pairs:
-        remedy = "prepare the text again with --pairs"
-        raise InputError(f"{what} needs rows with room for two segments; {remedy}")
+        raise InputError(
+            f"{what} needs rows with room for two segments; prepare the text again with --pairs"
+        )
     special = text.tokenizer.num_special_tokens_to_add(pair=True)
     if special != 3:
         raise InputError(
@@ -496,8 +500,10 @@ def _check_pairs(text: TextRows, what: str) -> None:
             "3; RoBERTa is trained without next-sentence prediction"
         )
     if len(text) < 2:
-        has = f"{what} takes second segments from other rows, but the text has {len(text)}"
-        raise InputError(f"{has}; give more text")
+        raise InputError(
+            f"{what} takes second segments from other rows, but the text has {len(text)}; "
+            "give more text"
+        )
 
 
 def usual_predictions(kind: str, length: int) -> int:
@@ -532,8 +538,9 @@ def open_rows(
     else:
         rows = text.open_text(data, split)
         if rows.kind != kind and {rows.kind, kind} != {"bert", "distilbert"}:
-            what = f"{data} was prepared with --kind {rows.kind}"
-            raise InputError(f"{what}; this model needs --kind {kind}")
+            raise InputError(
+                f"{data} was prepared with --kind {rows.kind}; this model needs --kind {kind}"
+            )
 
     if not predictions:
         predictions = usual_predictions(kind, rows.length)

@@ -76,8 +76,9 @@ def open_store(url: str) -> tuple[AbstractFileSystem, str]:
         what = "cannot be opened"
         if isinstance(error, ImportError):
             what = "needs a package that is not installed"
-        expected = "expected a URL such as gs://bucket/folder"
-        raise InputError(f"{url} {what}: {error}; {expected}") from error
+        raise InputError(
+            f"{url} {what}: {error}; expected a URL such as gs://bucket/folder"
+        ) from error
 
 
 def retried(url: str, stop: threading.Event, call: Callable, *arguments, **options):
@@ -112,12 +113,12 @@ def _raise_if_final(url: str, error: Exception, is_last: bool) -> None:
     what = f"{url}: {reason}"
 
     if isinstance(cause, FileNotFoundError) or status == "404":
-        hint = "is the name right, and may you read it?"
-        raise InputError(f"there is no {url}; {hint}") from error
+        raise InputError(f"there is no {url}; is the name right, and may you read it?") from error
     is_forbidden = status in ("401", "403") or "Forbidden" in what
     if isinstance(cause, PermissionError) or is_forbidden:
-        remedy = "gcloud auth application-default login, or ask for access"
-        raise InputError(f"{what}; {remedy}") from error
+        raise InputError(
+            f"{what}; gcloud auth application-default login, or ask for access"
+        ) from error
     is_refused = status[:1] == "4" and status not in ("408", "429")  # timeout, too many requests
     if is_last or is_refused:
         raise InputError(f"{what}; give the same command again, it resumes") from error
@@ -146,8 +147,9 @@ def find_files(url: str, *patterns: str) -> dict[str, Stored]:
         if root.startswith("http"):
             path = unquote(path)
         if about["size"] is None or posixpath.normpath(f"/{path}") != f"/{path}":
-            what = f"{name} has no size, or a name that is no path"
-            raise InputError(f"{what}; expected files below {url}")
+            raise InputError(
+                f"{name} has no size, or a name that is no path; expected files below {url}"
+            )
         if _is_wanted(path, patterns or ("*",)):
             files[path] = Stored(name, about["size"], _tag(about))
 
@@ -215,11 +217,13 @@ def _raise_nothing(url: str, patterns: tuple[str, ...], listed: list[str]) -> No
     for pattern in patterns:
         if pattern[0] != "!" and pattern not in FINISHED:
             expected.append(pattern)
-    what = f"expected {', '.join(expected) or 'any'}, found {', '.join(listed[:10]) or 'nothing'}"
     hint = ""
     if expected and "*" not in expected:
         hint = "; text is prepared first, see make data"
-    raise InputError(f"{url} has no file that is needed; {what}{hint}")
+    raise InputError(
+        f"{url} has no file that is needed; expected {', '.join(expected) or 'any'}, "
+        f"found {', '.join(listed[:10]) or 'nothing'}{hint}"
+    )
 
 
 # Copying
@@ -258,16 +262,20 @@ def local_copy(url: str, *patterns: str) -> str:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                what = f"another process copies {url}; waiting for it"
-                print(what, file=sys.stderr, flush=True)
+                print(
+                    f"another process copies {url}; waiting for it",
+                    file=sys.stderr,
+                    flush=True,
+                )
                 fcntl.flock(lock, fcntl.LOCK_EX)
             lock.truncate(0)
             lock.write(f"{url}\n")
             return _update(url, root, cache, patterns)
     except OSError as error:
-        what = f"{cache} cannot be written: {error.strerror or error}"
-        remedy = "make room or access, or set DATA_CACHE_DIR to a folder of another disk"
-        raise InputError(f"{what}; {remedy}") from error
+        raise InputError(
+            f"{cache} cannot be written: {error.strerror or error}; "
+            "make room or access, or set DATA_CACHE_DIR to a folder of another disk"
+        ) from error
 
 
 def _update(url: str, root: str, cache: Path, patterns: tuple[str, ...]) -> str:
@@ -287,8 +295,7 @@ def _update(url: str, root: str, cache: Path, patterns: tuple[str, ...]) -> str:
     if missing:
         _copy(url, missing)
         if find_files(url, *patterns) != files:
-            what = f"{url} changed while it was copied"
-            raise InputError(f"{what}; give the same command again")
+            raise InputError(f"{url} changed while it was copied; give the same command again")
 
     # A folder of hard links for this state of the bucket.
     state = _hash(*sorted(map(str, blobs.values())))
@@ -334,8 +341,11 @@ def _copy(url: str, missing: dict[Path, Stored]) -> None:
         needed += stored.size - copied[blob]
     cache = next(iter(missing)).parent.parent
     _check_room(url, cache, needed)
-    what = f"copying {url} to {cache}: {len(missing)} files, {needed:,} bytes"
-    print(what, file=sys.stderr, flush=True)
+    print(
+        f"copying {url} to {cache}: {len(missing)} files, {needed:,} bytes",
+        file=sys.stderr,
+        flush=True,
+    )
 
     ranges = _ranges(missing, copied)
     with tqdm(total=needed, unit="B", unit_scale=True, disable=None) as bar:
@@ -347,9 +357,10 @@ def _check_room(url: str, cache: Path, needed: int) -> None:
     """Raises InputError if the disk of the cache has no room for so many bytes."""
     free = shutil.disk_usage(cache).free
     if needed > free:
-        what = f"{url} needs {needed:,} bytes on the disk of {cache}, and {free:,} are free"
-        remedy = "make room, or set DATA_CACHE_DIR to a folder of another disk"
-        raise InputError(f"{what}; {remedy}")
+        raise InputError(
+            f"{url} needs {needed:,} bytes on the disk of {cache}, and {free:,} are free; "
+            "make room, or set DATA_CACHE_DIR to a folder of another disk"
+        )
 
 
 def _copy_ranges(fs: AbstractFileSystem, ranges: Iterator[Range]) -> Iterator[int]:
@@ -402,9 +413,10 @@ def _fetch(fs: AbstractFileSystem, wanted: Range) -> bytes:
     else:
         data = fs.cat_file(name, wanted.start, wanted.stop)
     if len(data) == wanted.stored.size > size:
-        what = f"{fs.unstrip_protocol(name)} comes whole where a part was asked for"
-        remedy = "use a server that answers range requests, or copy the data by hand"
-        raise InputError(f"{what}; {remedy}")
+        raise InputError(
+            f"{fs.unstrip_protocol(name)} comes whole where a part was asked for; "
+            "use a server that answers range requests, or copy the data by hand"
+        )
     if len(data) != size:
         raise OSError(f"{len(data)} bytes came, expected {size}")
     return data

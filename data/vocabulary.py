@@ -80,8 +80,9 @@ def learn(lines: Iterable[str], kind: str, size: int) -> PreTrainedTokenizerBase
     if kind not in KINDS:
         raise InputError(f"kind is {kind}; expected one of {', '.join(KINDS)}")
     if size < SMALLEST[kind]:
-        expected = f"expected {SMALLEST[kind]} or more for {kind}"
-        raise InputError(f"the vocabulary size is {size}; {expected}")
+        raise InputError(
+            f"the vocabulary size is {size}; expected {SMALLEST[kind]} or more for {kind}"
+        )
 
     long_word = LONG_WORD_BERT if kind in ("bert", "distilbert") else LONG_WORD
     short_words = _ShortWords(lines, long_word)
@@ -92,8 +93,11 @@ def learn(lines: Iterable[str], kind: str, size: int) -> PreTrainedTokenizerBase
     batches = _batches(itertools.chain([first], short_words))
     tokenizer = _learn(batches, kind, size)
     if short_words.left_out:
-        what = f"{short_words.left_out:,} words of more than {LONGEST_WORD:,} characters"
-        print(f"{what} are not learnt from", flush=True)
+        print(
+            f"{short_words.left_out:,} words of more than {LONGEST_WORD:,} characters "
+            "are not learnt from",
+            flush=True,
+        )
     return tokenizer
 
 
@@ -135,9 +139,10 @@ def continues_word(tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
     else:
         sign = _sign_of_beginning(tokens)
         if sign is None:
-            what = f"{type(tokenizer).__name__} marks neither beginnings nor continuations of words"
-            expected = "expected WordPiece (##), byte-level (Ġ) or sentencepiece (▁) tokens"
-            raise InputError(f"{what}; {expected}")
+            raise InputError(
+                f"{type(tokenizer).__name__} marks neither beginnings nor continuations of words; "
+                "expected WordPiece (##), byte-level (Ġ) or sentencepiece (▁) tokens"
+            )
         continues = np.array([not token.startswith(sign) for token in tokens])
     continues[tokenizer.all_special_ids] = False
     return continues
@@ -259,9 +264,10 @@ def _learn_unigrams(batches: Iterator[list[str]], size: int) -> list[tuple[str, 
     except Exception as error:  # tokenizers raises nothing more exact
         if "not large enough" not in str(error):
             raise
-        what = f"the vocabulary size is {size}, and the text has more different characters"
-        expected = "expected a larger vocabulary, or text without rare characters"
-        raise InputError(f"{what}; {expected}") from error
+        raise InputError(
+            f"the vocabulary size is {size}, and the text has more different characters; "
+            "expected a larger vocabulary, or text without rare characters"
+        ) from error
 
     learnt = json.loads(tokenizer.to_str())["model"]["vocab"]
     pieces = []

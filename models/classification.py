@@ -102,8 +102,9 @@ def _decide_head(
     left_out = getattr(source.weights, "left_out", ())
     if left_out:
         names = ", ".join(left_out)
-        of_fairseq = f"classification heads of fairseq, which are left out: {names}"
-        return heads.new_head(where, of_fairseq)
+        return heads.new_head(
+            where, f"classification heads of fairseq, which are left out: {names}"
+        )
 
     if label_dims.keys() & loaded.missing:
         return heads.HeadDecision(why_new=f"{where} has none")
@@ -122,8 +123,10 @@ def _decide_head(
     # Layers below the last one, which was trained on their results.
     missing_below = sorted(loaded.missing - label_dims.keys())
     if missing_below:
-        lacks = f"lacks {len(missing_below)} weights, such as {missing_below[0]}"
-        return heads.new_head(where, f"a head that {lacks}")
+        return heads.new_head(
+            where,
+            f"a head that lacks {len(missing_below)} weights, such as {missing_below[0]}",
+        )
 
     if labels:
         names = _names(of_checkpoint, where, stated)
@@ -177,9 +180,11 @@ def _names(settings: PreTrainedConfig, where: str, stated: Sequence[str]) -> lis
     if by_id2label and by_label2id and not stated:
         rows = heads.match(by_label2id, by_id2label)
         if rows is not None and rows != list(range(len(by_id2label))):
-            has = f"{where} has the classes {heads.listed(by_id2label)} by its id2label"
-            remedy = "state their order in --labels, or correct its config.json"
-            raise InputError(f"{has}, and others by its label2id; {remedy}")
+            raise InputError(
+                f"{where} has the classes {heads.listed(by_id2label)} by its id2label, "
+                "and others by its label2id; "
+                "state their order in --labels, or correct its config.json"
+            )
     return by_id2label
 
 

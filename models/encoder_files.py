@@ -92,8 +92,10 @@ def open_checkpoint(folder: str, model: str, compiled: bool = True) -> Checkpoin
     if tokens is not None:  # CANINE hashes characters, and has no vocabulary
         unused = tokens - len(checkpoint.tokenizer)
         if not 0 <= unused < max(PADDED_VOCABULARY, PADDED_SHARE * tokens):
-            both = f"a model of {tokens} tokens and a tokenizer of {len(checkpoint.tokenizer)}"
-            raise InputError(f"checkpoint {folder} has {both}; they do not belong together")
+            raise InputError(
+                f"checkpoint {folder} has a model of {tokens} tokens "
+                f"and a tokenizer of {len(checkpoint.tokenizer)}; they do not belong together"
+            )
     return checkpoint
 
 
@@ -166,12 +168,14 @@ def load(auto_class: type, config: PreTrainedConfig, source: Source) -> Loaded:
     of_encoder = f"{model.base_model_prefix}."
     lacking = [name for name in missing if name.startswith(of_encoder) and "pooler" not in name]
     if lacking:
-        example = f"{len(lacking)} weights of its encoder, such as {lacking[0]}"
-        raise InputError(f"checkpoint {folder} lacks {example}")
+        raise InputError(
+            f"checkpoint {folder} lacks {len(lacking)} weights of its encoder, such as {lacking[0]}"
+        )
     misshapen = [name for name in other_shapes if name.startswith(of_encoder)]
     if misshapen:
-        example = f"{misshapen[0]} in another shape than its configuration says"
-        raise InputError(f"checkpoint {folder} has {example}")
+        raise InputError(
+            f"checkpoint {folder} has {misshapen[0]} in another shape than its configuration says"
+        )
     return Loaded(model, frozenset(missing), other_shapes)
 
 

@@ -115,8 +115,10 @@ def parse_labels(text: str, classes: Sequence[str], flag: str = "--labels") -> l
     """
     names = [name.strip() for name in text.split(",")]
     if match(names, classes) is None:
-        expected = f"{_value_of_flag(classes)} in the order of the checkpoint's classes"
-        raise InputError(f"{flag} is {text}; expected {expected}")
+        raise InputError(
+            f"{flag} is {text}; "
+            f"expected {_value_of_flag(classes)} in the order of the checkpoint's classes"
+        )
     return names
 
 
@@ -154,8 +156,9 @@ def _stated(
     note = ""
     named = theirs is not None and not unnamed(theirs)
     if named and match(theirs, classes) != rows:
-        flag = f"--labels {','.join(stated)}"
-        note = f"{flag} counts; {where} itself names its classes {listed(theirs)}"
+        note = (
+            f"--labels {','.join(stated)} counts; {where} itself names its classes {listed(theirs)}"
+        )
     return HeadDecision(rows, note)
 
 
@@ -167,8 +170,11 @@ def _same_names(
     if not decision.moved:
         return decision
 
-    orders = f"{where} has its classes in the order {listed(theirs)}, the data {listed(classes)}"
-    return HeadDecision(rows, f"{orders}: the rows of its head are put into the order of the data")
+    return HeadDecision(
+        rows,
+        f"{where} has its classes in the order {listed(theirs)}, the data {listed(classes)}: "
+        "the rows of its head are put into the order of the data",
+    )
 
 
 def _assumed(where: str, classes: Sequence[str]) -> HeadDecision:
@@ -176,20 +182,24 @@ def _assumed(where: str, classes: Sequence[str]) -> HeadDecision:
     rows = list(range(len(classes)))
     flag = f"--labels {_value_of_flag(classes)}"
     unknown = f"{where} does not name the {len(classes)} classes of its head"
-    assumed = f"they are taken to be in the order {listed(classes)}"
-    note = f"{unknown}: {assumed}; if it is another one, state it as {flag}"
-
-    useless = "its predictions mean nothing without training (--lr 0)"
-    refusal = f"{unknown}, so {useless}; state their order, such as {flag}"
+    note = (
+        f"{unknown}: they are taken to be in the order {listed(classes)}; "
+        f"if it is another one, state it as {flag}"
+    )
+    refusal = (
+        f"{unknown}, so its predictions mean nothing without training (--lr 0); "
+        f"state their order, such as {flag}"
+    )
     return HeadDecision(rows, note, refusal_at_lr_0=refusal)
 
 
 def _other_names(where: str, theirs: Sequence[str], classes: Sequence[str]) -> HeadDecision:
     """Returns a new head, since the classes of the checkpoint have other names."""
-    its_head = f"a head for the classes {listed(theirs)}, the data has {listed(classes)}"
-    has = f"{where} has {its_head}"
-    flag = f"--labels {_value_of_flag(classes)}"
-    remedy = f"if they mean the same, give the order of its classes with {flag}"
+    has = f"{where} has a head for the classes {listed(theirs)}, the data has {listed(classes)}"
+    remedy = (
+        "if they mean the same, "
+        f"give the order of its classes with --labels {_value_of_flag(classes)}"
+    )
     return HeadDecision(why_new=f"{has}; {remedy}", refusal_at_lr_0=_refusal(has, remedy))
 
 

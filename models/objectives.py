@@ -49,8 +49,10 @@ def language_model(
             cannot tell the two segments apart.
     """
     if next_sentence and settings.type_vocab_size < 2:
-        needs = "--next-sentence needs a BERT with 2 types of tokens"
-        raise InputError(f"{needs}; the checkpoint's type_vocab_size is 1")
+        raise InputError(
+            "--next-sentence needs a BERT with 2 types of tokens; "
+            "the checkpoint's type_vocab_size is 1"
+        )
 
     auto_class = AutoModelForMaskedLM
     has_masked_class = type(settings) in AutoModelForMaskedLM._model_mapping  # XLNet has none
@@ -74,8 +76,10 @@ def same_vocabulary(
         data: the data's name, for messages.
     """
     if own.get_vocab() != tokenizer.get_vocab():
-        what = f"{folder} has other tokens than the data in {data}"
-        raise InputError(f"{what}: prepare the text with its tokenizer")
+        raise InputError(
+            f"{folder} has other tokens than the data in {data}: "
+            "prepare the text with its tokenizer"
+        )
 
 
 def forward(model: PreTrainedModel, batch: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -92,8 +96,9 @@ def _of_model(model: PreTrainedModel) -> ModuleType:
     """Returns the module of a model's objective."""
     kind = model.config.model_type
     if kind not in encoders.NAMES:
-        what = f"the language-model head of a {kind} is not known"
-        raise ValueError(f"{what}; add a record to models/encoders")
+        raise ValueError(
+            f"the language-model head of a {kind} is not known; add a record to models/encoders"
+        )
     return of_encoder(kind)
 
 

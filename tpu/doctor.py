@@ -299,16 +299,21 @@ def check_devices(chips: list[str], wanted: bool, asked: bool) -> Iterator[str]:
         holders = processes_with(chips)
         if holders:
             pids = " ".join(sorted(holders))
-            remedy = "a second run cannot start: make stop TPU=…, where it was started, or"
-            yield fix(f"{text}, held by process {pids}", f"{remedy} ps -fp {pids} and kill {pids}")
+            yield fix(
+                f"{text}, held by process {pids}",
+                "a second run cannot start: make stop TPU=…, where it was started, "
+                f"or ps -fp {pids} and kill {pids}",
+            )
             return
         unseen = ""
         if os.geteuid():
             unseen = " that you may see; sudo lsof -w /dev/accel* /dev/vfio/* shows all"
         yield ok(f"{text}, held by no process{unseen}")
     elif wanted:
-        text = "TPU: TPU=local, but no chip (/dev/accel0, /dev/vfio/0)"
-        yield fix(text, "give TPU=name, or no TPU=")
+        yield fix(
+            "TPU: TPU=local, but no chip (/dev/accel0, /dev/vfio/0)",
+            "give TPU=name, or no TPU=",
+        )
     else:
         yield none("TPU: this machine has no chip", "training here uses XLA's CPU backend")
 
@@ -331,11 +336,11 @@ def check_torch_xla(chips: list[str]) -> str:
     works, answer = run(PYTHON, "-c", DEVICES, seconds=DEVICE_SECONDS)
     text = f"torch_xla: {messages.last_line(answer)}"
     if not works:
-        remedy = (
-            "a slice of several hosts answers only when all of them ask at once, as make train TPU="
-            " does; if this is the only host, restart the VM"
+        return fix(
+            text,
+            "a slice of several hosts answers only when all of them ask at once, "
+            "as make train TPU= does; if this is the only host, restart the VM",
         )
-        return fix(text, remedy)
     if chips and not answer.endswith("TPU"):
         return fix(text, "unset PJRT_DEVICE; the TPU needs libtpu as pinned, see above")
     return ok(text)
@@ -361,8 +366,10 @@ def check_memory(cores: int) -> str:
         return ok(text)
     if available < MAIN_GB:
         return fix(text, "end other programs, even a trial does not fit")
-    larger = "in Docker --shm-size=16g makes /dev/shm larger"
-    return fix(text, f'give ARGS="--workers {workers}"; {larger}')
+    return fix(
+        text,
+        f'give ARGS="--workers {workers}"; in Docker --shm-size=16g makes /dev/shm larger',
+    )
 
 
 def available_memory() -> float:
@@ -427,9 +434,11 @@ def check_disk(runs: str) -> Iterator[str]:
         free = shutil.disk_usage(existing(needs[0].folder)).free / GB
         needed = sum(need.gigabytes for need in needs)
         listed = ", ".join(f"{need.what} {need.gigabytes} GB in {need.folder}" for need in needs)
-        text = f"disk: {free:.1f} GB free, {needed} GB needed ({listed})"
-        remedy = 'make room, or put files elsewhere: ARGS="--runs PATH", TMPDIR='
-        yield line(free >= needed, text, remedy)
+        yield line(
+            free >= needed,
+            f"disk: {free:.1f} GB free, {needed} GB needed ({listed})",
+            'make room, or put files elsewhere: ARGS="--runs PATH", TMPDIR=',
+        )
 
 
 # ---- a TPU from here -----------------------------------------------------------------------------
@@ -459,9 +468,12 @@ def check_tpu(tpu: str, zone: str, project: str) -> Iterator[str]:
 def check_host(host: hosts.SshHosts, worker: int, name: str) -> Iterator[str]:
     """Checks that a host can be reached by ssh, and that it has a Python for the environment."""
     works, text = run(*host.ssh(worker, "python3 --version && systemctl --version"))
-    shown = f"worker {worker}: {name}: {text.splitlines()[0]}"
-    needs = "the launcher needs ssh, python3 3.8 and systemd there"
-    yield line(works, shown, f"{messages.explain_ssh(text, name)[1]}; {needs}")
+    yield line(
+        works,
+        f"worker {worker}: {name}: {text.splitlines()[0]}",
+        f"{messages.explain_ssh(text, name)[1]}; "
+        "the launcher needs ssh, python3 3.8 and systemd there",
+    )
     if not works:
         return
 
@@ -482,8 +494,12 @@ def check_gcloud(host: hosts.TpuVm | None, zone: str, project: str) -> Iterator[
     lack = "fix" if host else "none"
     works, text = run("gcloud", "config", "list", "--format=json", "--quiet")
     if not works:
-        remedy = "https://cloud.google.com/sdk/docs/install"
-        yield line(False, f"gcloud: TPU=name needs it: {text}", remedy, lack)
+        yield line(
+            False,
+            f"gcloud: TPU=name needs it: {text}",
+            "https://cloud.google.com/sdk/docs/install",
+            lack,
+        )
         return
 
     settings = json.loads(text)
@@ -493,9 +509,13 @@ def check_gcloud(host: hosts.TpuVm | None, zone: str, project: str) -> Iterator[
     project = project or core.get("project")
     zone = zone or compute.get("zone")
     good = account and project and zone
-    text = f"gcloud: account {account}, project {project}, zone {zone}"
-    give = "give PROJECT= and ZONE=, or gcloud config set project (compute/zone) NAME"
-    yield line(good, text, f"gcloud auth login; {give}", lack)
+    yield line(
+        good,
+        f"gcloud: account {account}, project {project}, zone {zone}",
+        "gcloud auth login; "
+        "give PROJECT= and ZONE=, or gcloud config set project (compute/zone) NAME",
+        lack,
+    )
 
     if host and good:
         machine = host.describe()
@@ -509,8 +529,11 @@ def check_ssh_port(addresses: tuple[str, ...]) -> Iterator[str]:
     without a word."""
     for worker, address in enumerate(addresses):
         if not address:
-            inside = "from inside of its network LAUNCH_ARGS=--gcloud-flag=--internal-ip"
-            yield fix(f"worker {worker}: no external address", f"{inside}, else {TUNNEL}")
+            yield fix(
+                f"worker {worker}: no external address",
+                "from inside of its network LAUNCH_ARGS=--gcloud-flag=--internal-ip, "
+                f"else {TUNNEL}",
+            )
             continue
 
         port = f"worker {worker}: {address} port {SSH_PORT}"
@@ -518,8 +541,10 @@ def check_ssh_port(addresses: tuple[str, ...]) -> Iterator[str]:
             socket.create_connection((address, SSH_PORT), timeout=SSH_SECONDS).close()
         except OSError as error:
             reason = "no answer" if isinstance(error, TimeoutError) else error.strerror
-            rule = f"a firewall rule of the TPU's network must allow tcp:{SSH_PORT}"
-            yield fix(f"{port}: {reason}", f"{rule}; or {TUNNEL}")
+            yield fix(
+                f"{port}: {reason}",
+                f"a firewall rule of the TPU's network must allow tcp:{SSH_PORT}; or {TUNNEL}",
+            )
         else:
             yield ok(f"{port} is open")
 
@@ -549,8 +574,10 @@ def check_data(data: str, remote: bool, script: str = "", task: str = "") -> str
     if empty:
         return fix(f"data: {data} is empty", "give the folder that has the files")
     if not has_environment():
-        unknown = "whether a script can open it, only the environment knows"
-        return none(f"data: {data} can be read; {unknown}", "make install")
+        return none(
+            f"data: {data} can be read; whether a script can open it, only the environment knows",
+            "make install",
+        )
     works, text = run(PYTHON, "-c", OPEN_DATA, PROJECT, data, script, task, seconds=DATA_SECONDS)
     return line(works, f"data: {data}: {text}", "docs/data.md says what each script reads")
 
@@ -570,8 +597,9 @@ def check_hub_id(data: str) -> str:
     """Says where a data set of the hub is kept, and whether it can be a private one."""
     home = Path(os.environ.get("HF_HOME") or Path.home() / ".cache/huggingface")
     free = shutil.disk_usage(existing(home)).free / GB
-    kept = f"kept in {home} (HF_HOME, {free:.0f} GB free)"
-    text = f"data: {data} is taken for an id on the hub, {kept}"
+    text = (
+        f"data: {data} is taken for an id on the hub, kept in {home} (HF_HOME, {free:.0f} GB free)"
+    )
     if os.environ.get("HF_TOKEN"):
         return ok(f"{text}; HF_TOKEN is set")
     return none(f"{text}; HF_TOKEN is not set", "export HF_TOKEN=… if it is private or gated")
@@ -595,16 +623,17 @@ def check_runs(runs: str, remote: bool) -> str:
     if "://" in runs:
         return check_runs_url(runs, remote)
     if remote:
-        text = f"runs: {runs} is on the TPU and goes with it"
-        return none(text, 'ARGS="--runs gs://bucket/runs" stays')
+        return none(
+            f"runs: {runs} is on the TPU and goes with it",
+            'ARGS="--runs gs://bucket/runs" stays',
+        )
 
     folder = existing(Path(runs).expanduser())
     try:
         with tempfile.NamedTemporaryFile(dir=folder):
             return ok(f"runs: {runs} can be written")
     except OSError as error:
-        remedy = 'fix that, or give ARGS="--runs PATH"'
-        return fix(f"runs: {folder}: {error.strerror}", remedy)
+        return fix(f"runs: {folder}: {error.strerror}", 'fix that, or give ARGS="--runs PATH"')
 
 
 def check_runs_url(runs: str, remote: bool) -> str:
@@ -616,9 +645,12 @@ def check_runs_url(runs: str, remote: bool) -> str:
         text = "can be written and read"
         if remote:
             text += WORKERS_DECIDE
-    login = "gcloud auth application-default login logs libraries in"
-    remedy = f"is the name right, and may you use it? {login}"
-    return line(works, f"runs: {runs}: {text[:200]}", remedy)
+    return line(
+        works,
+        f"runs: {runs}: {text[:200]}",
+        "is the name right, and may you use it? "
+        "gcloud auth application-default login logs libraries in",
+    )
 
 
 # ---- the command line ----------------------------------------------------------------------------

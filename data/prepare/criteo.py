@@ -96,8 +96,10 @@ def malformed(line: bytes) -> str | None:
 
     fields = line.split(b"\t")
     if len(fields) == COLUMNS - 1:
-        hint = "is the label missing, as in Kaggle's test.txt?"
-        return f"it has {COLUMNS - 1} columns instead of {COLUMNS}: {hint}"
+        return (
+            f"it has {COLUMNS - 1} columns instead of {COLUMNS}: "
+            "is the label missing, as in Kaggle's test.txt?"
+        )
     if len(fields) != COLUMNS:
         return f"it has {len(fields)} columns instead of {COLUMNS}"
 
@@ -312,8 +314,9 @@ def _read_line(file: BinaryIO, name: str) -> bytes:
     """Returns the rest of a line; raises InputError where it is longer than a line of a table."""
     line = file.readline(MAX_LINE)
     if len(line) == MAX_LINE:
-        what = f"{name} has a line of more than {MAX_LINE} bytes"
-        raise InputError(f"{what}; it is not Criteo's text")
+        raise InputError(
+            f"{name} has a line of more than {MAX_LINE} bytes; it is not Criteo's text"
+        )
     return line
 
 
@@ -558,8 +561,10 @@ def find_sources(data: str | Path) -> Texts:
     """
     data = Path(data).expanduser()
     if not data.exists():
-        expected = "expected a folder with train.txt or day_0 to day_23"
-        raise InputError(f"there is no file or folder {data}; {expected}")
+        raise InputError(
+            f"there is no file or folder {data}; "
+            "expected a folder with train.txt or day_0 to day_23"
+        )
     folder = data.parent if data.is_file() else data
     texts = _texts_in(folder)
     days = text_files(folder, DAYS)
@@ -571,8 +576,9 @@ def find_sources(data: str | Path) -> Texts:
         train = _train_files(data, texts, days)
     if not train:
         found = ", ".join(sorted(path.name for path in folder.iterdir())[:10]) or "nothing"
-        what = f"{data} has neither train.txt nor day_0 to day_23 (plain or .gz)"
-        raise InputError(f"{what}; found {found}")
+        raise InputError(
+            f"{data} has neither train.txt nor day_0 to day_23 (plain or .gz); found {found}"
+        )
 
     evaluation = []
     name = splits.named(texts, "valid", str(folder))
@@ -605,8 +611,9 @@ def _train_files(data: Path, texts: dict[str, Path], days: list[Path]) -> list[P
         return list(days)
     train = texts[name]
     if days:
-        has = f"{data} has {train.name} as well as {days[0].name}"
-        raise InputError(f"{has}; move one to another folder")
+        raise InputError(
+            f"{data} has {train.name} as well as {days[0].name}; move one to another folder"
+        )
     return [train]
 
 
@@ -633,8 +640,10 @@ def _check_head(path: Path, bad_rows: float) -> None:
     """Raises InputError for a file of another kind: empty, no labels, other separators."""
     lines = _first_lines(path, 100)
     if not lines:
-        expected = f"expected lines of {COLUMNS} columns: label, 13 integers, 26 categories"
-        raise InputError(f"{path} is empty; {expected}")
+        raise InputError(
+            f"{path} is empty; "
+            f"expected lines of {COLUMNS} columns: label, 13 integers, 26 categories"
+        )
 
     bad = 0
     first = ""
@@ -709,8 +718,9 @@ def prepare(data: str | Path, out: str | Path = "", workers: int = 1, **flags) -
     if found.evaluation:
         boundary = sum(rows[: len(found.train)])
     if boundary == total:
-        expected = "expected at least 7, of which the last is for evaluation"
-        raise InputError(f"{texts[0]} has {total} rows; {expected}")
+        raise InputError(
+            f"{texts[0]} has {total} rows; expected at least 7, of which the last is for evaluation"
+        )
 
     tables = _count_all(job, flags, chunks, boundary)
     _write_all(job, flags, chunks, boundary, total)
@@ -731,8 +741,10 @@ def _check_flags(flags: Flags) -> None:
         rows = getattr(flags, name)
         expect(flags, name, rows == 0 or 3 <= rows < 2**31, "0, or 3 to 2147483647")
     if flags.hash_rows and flags.threshold > 1:
-        needs = f"--threshold {flags.threshold} needs a vocabulary"
-        raise InputError(f"{needs}, and --hash-rows {flags.hash_rows} makes none; drop one of them")
+        raise InputError(
+            f"--threshold {flags.threshold} needs a vocabulary, "
+            f"and --hash-rows {flags.hash_rows} makes none; drop one of them"
+        )
     expect(flags, "bad_rows", 0 <= flags.bad_rows < 1, "a share from 0 to below 1, such as 0.0001")
 
 

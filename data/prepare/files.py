@@ -28,8 +28,10 @@ def whole(path: Path) -> Iterator[BinaryIO]:
             raise
         with contextlib.suppress(OSError):
             partial.unlink()
-        what = f"{path} cannot be written: {error.strerror}"
-        raise InputError(f"{what}; make room, and give the same command again") from error
+        raise InputError(
+            f"{path} cannot be written: {error.strerror}; "
+            "make room, and give the same command again"
+        ) from error
     os.replace(partial, path)
 
 
@@ -44,5 +46,6 @@ def read_json(path: Path) -> dict:
     try:
         return json.loads(path.read_text())
     except (OSError, ValueError) as error:
-        what = f"{path} cannot be read: {error}"
-        raise InputError(f"{what}; delete the folder and prepare it again") from error
+        raise InputError(
+            f"{path} cannot be read: {error}; delete the folder and prepare it again"
+        ) from error

@@ -83,8 +83,10 @@ def _write_shard(images: Images, rows: np.ndarray, path: Path, note: Path) -> No
         }
         write_json(note, entry)
     except OSError as error:
-        what = f"{path} cannot be written: {error.strerror or error}"
-        raise InputError(f"{what}; make room, and give the same command again") from error
+        raise InputError(
+            f"{path} cannot be written: {error.strerror or error}; "
+            "make room, and give the same command again"
+        ) from error
 
 
 def _write_parquet(images: Images, rows: np.ndarray, file: BinaryIO) -> None:

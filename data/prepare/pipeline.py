@@ -71,8 +71,9 @@ class Preparation:
         expect(flags, "workers", flags.workers >= 1, "at least 1")
         data = Path(flags.data).expanduser()
         if not flags.out and not data.exists():
-            what = f"{data} is a data set of the hub"
-            raise InputError(f"{what}; name the folder of the result with --out")
+            raise InputError(
+                f"{data} is a data set of the hub; name the folder of the result with --out"
+            )
 
         folder = data if data.is_dir() else data.parent
         self.out = folder / "prepared"
@@ -132,8 +133,10 @@ class Preparation:
             else:
                 write_json(path, self.plan | {name: size})
         except OSError as error:
-            what = f"{error.filename} cannot be written: {error.strerror}"
-            raise InputError(f"{what}; choose another folder with --out") from error
+            raise InputError(
+                f"{error.filename} cannot be written: {error.strerror}; "
+                "choose another folder with --out"
+            ) from error
         return read_json(path)[name]
 
     def _check_plan(self, found: dict) -> None:
@@ -148,9 +151,10 @@ class Preparation:
             self._refuse("sources", _described(before), _described(now))
 
     def _refuse(self, what: str, before: object, now: object) -> None:
-        change = f"{what}: {before}, now {now}"
-        remedy = "choose another --out, or delete it"
-        raise InputError(f"{self.out} was prepared with other {change}; {remedy}")
+        raise InputError(
+            f"{self.out} was prepared with other {what}: {before}, now {now}; "
+            "choose another --out, or delete it"
+        )
 
     def run(self, function: Callable, tasks: list[tuple], what: str) -> None:
         """Calls function(*task) for the tasks that are not done, in processes if there are several.
@@ -294,8 +298,10 @@ def read_text(path: Path | str, name: str, start: int, stop: int) -> str:
             file.seek(0)
             line = file.read(start + error.start).count(b"\n") + 1
             bad_byte = data[error.start]
-            what = f"{name} line {line} is not UTF-8 (byte 0x{bad_byte:02x}: {error.reason})"
-            raise InputError(f"{what}; convert the file to UTF-8, or fix this line") from error
+            raise InputError(
+                f"{name} line {line} is not UTF-8 (byte 0x{bad_byte:02x}: {error.reason}); "
+                "convert the file to UTF-8, or fix this line"
+            ) from error
     if start == 0:
         text = text.removeprefix("\ufeff")
     return text
@@ -350,9 +356,10 @@ def load_splits(
     if not all(split in names for split in required):
         words = {"train": "train", "valid": "validation", "test": "test"}
         wanted = " and ".join(words[split] for split in required)
-        also = f"{words[optional]} if there is any"
-        has = f"{data} has the splits {', '.join(found)}"
-        raise InputError(f"{has}; expected {wanted}, and {also}")
+        raise InputError(
+            f"{data} has the splits {', '.join(found)}; "
+            f"expected {wanted}, and {words[optional]} if there is any"
+        )
 
     loaded = Splits()
     for split, name in names.items():
@@ -375,8 +382,9 @@ def _check_loadable(data: str, expected: str) -> None:
         return
     is_id = re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", data)
     if not is_id or data.endswith((".txt", ".gz")):
-        what = f"there is no {data}"
-        raise InputError(f"{what}; expected {expected}, or the id of a data set on the hub")
+        raise InputError(
+            f"there is no {data}; expected {expected}, or the id of a data set on the hub"
+        )
 
 
 def _is_saved_dict(folder: Path) -> bool:
@@ -428,8 +436,7 @@ def prepare_urls(prepare: Callable[..., dict], data: str, out: str, **flags) -> 
     there: so the result counts as whole or as not there.
     """
     if "://" in data and not out:
-        what = f"{data} is a URL"
-        raise InputError(f"{what}; name the folder or the URL of the result with --out")
+        raise InputError(f"{data} is a URL; name the folder or the URL of the result with --out")
     data = local_copy(data, "*", *_made_at(data))
     if "://" not in out:
         return prepare(data=data, out=out, **flags)
@@ -530,8 +537,9 @@ def _upload(folder: Path, out: str) -> None:
     for path in first:
         name = str(path.relative_to(folder))
         if name not in stored or stored[name].size != path.stat().st_size:
-            what = f"{out} did not take {path} whole"
-            raise InputError(f"{what}; give the same `make data` command again")
+            raise InputError(
+                f"{out} did not take {path} whole; give the same `make data` command again"
+            )
 
     for path in last:
         upload(path, threading.Event())

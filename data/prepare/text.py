@@ -194,9 +194,10 @@ def load_rows(data: str, config: str, column: str) -> pipeline.Splits:
     found = pipeline.load_splits(data, text, load_arguments, ["train"], "valid")
     for split, rows in found.datasets_by_split.items():
         if column not in rows.column_names:
-            has = f"the columns {', '.join(rows.column_names)}"
-            expected = f"expected a column {column}, or choose with --column"
-            raise InputError(f"{data}, split {split}, has {has}; {expected}")
+            raise InputError(
+                f"{data}, split {split}, has the columns {', '.join(rows.column_names)}; "
+                f"expected a column {column}, or choose with --column"
+            )
     return found
 
 
@@ -304,21 +305,25 @@ def _open_tokenizer(name: str, kind: str):
         tokenizer = AutoTokenizer.from_pretrained(name_or_path)
     except Exception as error:  # transformers and tokenizers raise many types
         reason = str(error).partition("\n")[0]
-        what = f"the tokenizer {name} cannot be opened: {reason}"
-        expected = "expected a folder of save_pretrained or an id on the hub"
-        raise InputError(f"{what}; {expected}") from error
+        raise InputError(
+            f"the tokenizer {name} cannot be opened: {reason}; "
+            "expected a folder of save_pretrained or an id on the hub"
+        ) from error
 
     needed = ("cls_token", "sep_token", "pad_token", "mask_token")
     missing = [token for token in needed if getattr(tokenizer, token) is None]
     if missing:
-        what = f"the tokenizer {name} has no {', '.join(missing)}"
-        raise InputError(f"{what}; expected one of a {kind} model")
+        raise InputError(
+            f"the tokenizer {name} has no {', '.join(missing)}; expected one of a {kind} model"
+        )
 
     side = "left" if kind == "xlnet" else "right"
     if tokenizer.padding_side != side or not hasattr(tokenizer, "backend_tokenizer"):
-        what = f"is a {type(tokenizer).__name__}, which pads on the {tokenizer.padding_side}"
-        expected = f"expected a fast one that pads on the {side}, as {kind} has it"
-        raise InputError(f"the tokenizer {name} {what}; {expected}")
+        raise InputError(
+            f"the tokenizer {name} is a {type(tokenizer).__name__}, "
+            f"which pads on the {tokenizer.padding_side}; "
+            f"expected a fast one that pads on the {side}, as {kind} has it"
+        )
     return tokenizer
 
 
@@ -430,28 +435,32 @@ def _pack(
 ) -> dict[str, np.ndarray]:
     """Packs documents, which are lists of sentences, into rows.
 
-    Returns: the ARRAYS of the rows, and "counts", the numbers of COUNTS.
+    Returns: the arrays of the rows by name, those of ARRAYS, and as "counts" one array more with
+        the numbers of COUNTS in their order.
     """
-    lengths = [len(document) for document in documents]
+    sentences_of_document = [len(document) for document in documents]
     sentences = list(itertools.chain.from_iterable(documents))
     tokens, sizes = encoder.encode(sentences)
+    has_tokens = sizes > 0
 
     # Sentences without tokens (control characters, say) are dropped, and so are documents without
     # other sentences.
-    document_of = np.repeat(np.arange(len(documents)), lengths)
-    kept_lengths = np.bincount(document_of[sizes > 0], minlength=len(documents))
+    document_of_sentence = np.repeat(np.arange(len(documents)), sentences_of_document)
+    kept_lengths = np.bincount(document_of_sentence[has_tokens], minlength=len(documents))
+
     packed, cut_sentences = pack_rows(
         tokens,
-        sizes[sizes > 0],
+        sizes[has_tokens],
         kept_lengths[kept_lengths > 0],
         room,
         separator=None if pairs else encoder.separator,
     )
+
     arrays = {name: getattr(packed, name) for name in ARRAYS}
     counts = {
         "documents": np.count_nonzero(kept_lengths),
-        "empty_sentences": np.count_nonzero(sizes == 0),
-        "sentences": np.count_nonzero(sizes),
+        "empty_sentences": np.count_nonzero(~has_tokens),
+        "sentences": np.count_nonzero(has_tokens),
         "cut_sentences": cut_sentences,
         "unknown": np.count_nonzero(tokens == encoder.unknown),
     }
@@ -620,20 +629,24 @@ def _check_files(data: str, found: splits.Files) -> None:
         if found.unread:
             names = splits.shown(path.relative_to(source) for path in found.unread)
             unread = f"; not read: {names}"
-        expected = "expected other *.txt or *.txt.gz files for training"
-        raise InputError(f"{data} has only validation text; {expected}{unread}")
+        raise InputError(
+            f"{data} has only validation text; "
+            f"expected other *.txt or *.txt.gz files for training{unread}"
+        )
 
     tables = []
     if source.is_dir():
         tables = splits.below(source, "*.parquet")
     if found.train and tables:
-        text = f"text ({splits.shown(found.train)})"
-        both = f"{text} as well as parquet files ({splits.shown(tables)})"
-        expected = "expected one of them: move the other to a folder of its own"
-        raise InputError(f"{data} has {both}; {expected}")
+        raise InputError(
+            f"{data} has text ({splits.shown(found.train)}) "
+            f"as well as parquet files ({splits.shown(tables)}); "
+            "expected one of them: move the other to a folder of its own"
+        )
     if found.left_out and not found.train and not tables:
-        what = f"{data} has only test text ({splits.shown(found.left_out)})"
-        raise InputError(f"{what}; expected text to train on")
+        raise InputError(
+            f"{data} has only test text ({splits.shown(found.left_out)}); expected text to train on"
+        )
 
 
 def _plain_files(job: Preparation, flags: Flags, found: Found) -> dict[str, list[tuple[Path, str]]]:
@@ -692,10 +705,10 @@ def _check_split(report: dict, split: str, valid_share: float, data: str, out: P
     how = "at all"
     if split == "valid" and valid_share:
         how = f"with --valid-share {valid_share}"
-    what = f"{data} has no documents for the {split} split {how}"
-    text = "more text (blank lines end documents)"
     raise InputError(
-        f"{what}; delete {out} and give {text}, a larger --valid-share, or files valid….txt"
+        f"{data} has no documents for the {split} split {how}; delete {out} "
+        "and give more text (blank lines end documents), "
+        "a larger --valid-share, or files valid….txt"
     )
 
 

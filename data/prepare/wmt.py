@@ -194,9 +194,11 @@ def find_text(
     if not test and newstests and newstests[-1] != valid:
         test = newstests[-1]
     if not valid:
-        expected = f"valid.{source} and valid.{target} (or val, dev, newstest…; plain or .gz)"
-        what = f"{folder} has no validation text"
-        raise InputError(f"{what}; expected {expected}, or name it with --valid")
+        raise InputError(
+            f"{folder} has no validation text; "
+            f"expected valid.{source} and valid.{target} (or val, dev, newstest…; plain or .gz), "
+            "or name it with --valid"
+        )
 
     found = {}
     for split, name in {"train": train, "valid": valid, "test": test}.items():
@@ -205,8 +207,10 @@ def find_text(
         files = paths.get(name, {})
         for language in (source, target):
             if language not in files:
-                what = f"{folder} has no {name}.{language} (plain or .gz)"
-                raise InputError(f"{what}; expected it for the {split} split")
+                raise InputError(
+                    f"{folder} has no {name}.{language} (plain or .gz); "
+                    f"expected it for the {split} split"
+                )
         found[split] = (files[source], files[target])
     return found
 
@@ -256,8 +260,10 @@ def load_splits(data: str, config: str, source: str, target: str) -> pipeline.Sp
         has = f"the columns {', '.join(rows.column_names)}"
         if feature is not None:
             has = f"the languages {', '.join(languages)}"
-        expected = f'expected a column "translation" with "{source}" and "{target}"'
-        raise InputError(f"{data}, split {split}, has {has}; {expected}")
+        raise InputError(
+            f"{data}, split {split}, has {has}; "
+            f'expected a column "translation" with "{source}" and "{target}"'
+        )
     return found
 
 
@@ -278,8 +284,9 @@ def _load_arguments(
             if (folder / name).is_dir():
                 return (str(folder / name),)
         if config:
-            what = f"{data} has no folder {config}"
-            raise InputError(f"{what}; expected one for --config, or leave the flag out")
+            raise InputError(
+                f"{data} has no folder {config}; expected one for --config, or leave the flag out"
+            )
         return (str(folder),)
 
     import datasets
@@ -288,8 +295,10 @@ def _load_arguments(
     for name in configs:
         if name in names:
             return data, name
-    expected = f"expected {' or '.join(configs)}, or choose one with --config"
-    raise InputError(f"{data} has the configurations {', '.join(names)}; {expected}")
+    raise InputError(
+        f"{data} has the configurations {', '.join(names)}; "
+        f"expected {' or '.join(configs)}, or choose one with --config"
+    )
 
 
 def _dump(rows, languages: tuple[str, str], plain: tuple[Path, Path]) -> None:
@@ -460,9 +469,10 @@ def learn_bpe(lines: Iterable[list[str]], vocabulary: int, alphabet: str) -> Tok
     """
     alphabet = sorted({*alphabet, "▁"})
     if vocabulary < len(SPECIALS) + len(alphabet):
-        what = f"--vocabulary {vocabulary} is too small for the text"
-        needed = f"its {len(alphabet)} characters and {len(SPECIALS)} special symbols"
-        raise InputError(f"{what}; expected more than {needed}")
+        raise InputError(
+            f"--vocabulary {vocabulary} is too small for the text; expected more than "
+            f"its {len(alphabet)} characters and {len(SPECIALS)} special symbols"
+        )
 
     tokenizer = _with_model(models.BPE())
     trainer = trainers.BpeTrainer(
@@ -600,8 +610,10 @@ def _learn(
         pairs = pairs[~dropped]
 
     if len(pairs) < sampled:
-        what = f"{sampled - len(pairs)} of {sampled} pairs are not learnt from"
-        print(f"{what}: they are dropped for their lengths")
+        print(
+            f"{sampled - len(pairs)} of {sampled} pairs are not learnt from: "
+            "they are dropped for their lengths"
+        )
     write_json(path.parent / "parts" / "learnt.json", {"pairs": len(pairs)})
     with whole(path) as file:
         file.write(tokenizer.to_str(pretty=True).encode())
@@ -779,8 +791,10 @@ def _find(flags: Flags) -> Found:
     """Finds the files, or opens the data set. Raises InputError where there is neither."""
     folder = Path(flags.data).expanduser()
     if folder.is_file():
-        expected = f"expected a folder with train.{flags.source} and train.{flags.target}"
-        raise InputError(f"{flags.data} is a file; {expected}")
+        raise InputError(
+            f"{flags.data} is a file; "
+            f"expected a folder with train.{flags.source} and train.{flags.target}"
+        )
     files = {}
     if folder.is_dir():
         files = find_text(folder, flags.source, flags.target, flags.valid, flags.test)
@@ -835,10 +849,11 @@ def _open_texts(
     texts = {}
     for split, (source, target) in opened.items():
         if source.total_lines != target.total_lines:
-            of_source = f"{source.name} has {source.total_lines} lines"
-            of_target = f"{target.name} {target.total_lines}"
-            expected = "expected equal numbers, each line the translation of the other's"
-            raise InputError(f"{of_source} and {of_target}; {expected}")
+            raise InputError(
+                f"{source.name} has {source.total_lines} lines "
+                f"and {target.name} {target.total_lines}; "
+                "expected equal numbers, each line the translation of the other's"
+            )
         texts[split] = ParallelText(source, target, chunk_lines)
     return texts
 

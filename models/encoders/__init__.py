@@ -81,9 +81,11 @@ def rules(model: nn.Module) -> Rules:
     """
     encoder = by_config(model.config)
     if encoder is None:
-        known = f"{', '.join(PRETRAINED)}, not {model.config.model_type}"
-        remedy = "leave them out, or add a record for it to models/encoders"
-        raise InputError(f"--mesh, --shard-state and --remat know {known}: {remedy}")
+        raise InputError(
+            "--mesh, --shard-state and --remat know "
+            f"{', '.join(PRETRAINED)}, not {model.config.model_type}: "
+            "leave them out, or add a record for it to models/encoders"
+        )
 
     partition = encoder.partition
     parameters = dict(partition.parameters)

@@ -86,9 +86,10 @@ def compile(
     try:
         return _compile(module, topology, effort, library, variables)
     except OSError as error:
-        failed = f"cannot write to {tempfile.gettempdir()}: {error.strerror}"
-        remedy = "make room, or set TMPDIR to another folder"
-        raise InputError(f"{failed}; {remedy}") from None
+        raise InputError(
+            f"cannot write to {tempfile.gettempdir()}: {error.strerror}; "
+            "make room, or set TMPDIR to another folder"
+        ) from None
 
 
 def _compile(
@@ -212,8 +213,10 @@ def _answer(folder: Path) -> dict:
     except InputError as error:
         return {"kind": "input", "text": str(error)}
     except MemoryError:
-        lack = "this machine has not enough memory to compile it"
-        return {"kind": "input", "text": f"{lack}; use one with more"}
+        return {
+            "kind": "input",
+            "text": "this machine has not enough memory to compile it; use one with more",
+        }
 
 
 def main() -> None:

@@ -87,8 +87,9 @@ def read(folder: str) -> dict[str, Bundles]:
         if match:
             files[match[1]] = path
     if not files:
-        remedy = "has the name a space, or the disk no room?"
-        raise RuntimeError(f"libtpu wrote no code into {folder}: {remedy}")
+        raise RuntimeError(
+            f"libtpu wrote no code into {folder}: has the name a space, or the disk no room?"
+        )
 
     found = {}
     for name, path in files.items():

@@ -134,8 +134,10 @@ def stage(job: Job, mesh: device.Mesh, script: Any) -> tuple[steps.Step, staging
         step = steps.beam_search(step)
 
     if step.examples % mesh.num_devices:
-        uneven = f"{mesh.num_devices} devices cannot share a step of {step.examples:,} {step.unit}"
-        raise InputError(f"{uneven} equally; give --batch, the number per device")
+        raise InputError(
+            f"{mesh.num_devices} devices cannot share a step of "
+            f"{step.examples:,} {step.unit} equally; give --batch, the number per device"
+        )
 
     staged = staging.stage(step.function, *step.arguments)
     shardings = {}
@@ -187,8 +189,11 @@ def compile_step(
     step, staged = stage(job, mesh, script)
     started = time.perf_counter()
     # Compiling may take minutes, and what the other process writes is shown only if it dies.
-    announced = f"libtpu {libtpu.version()} compiles for {topology.name}, effort {effort}"
-    print(announced, file=sys.stderr, flush=True)
+    print(
+        f"libtpu {libtpu.version()} compiles for {topology.name}, effort {effort}",
+        file=sys.stderr,
+        flush=True,
+    )
 
     with _counting(staged.kept):
         program = apart.compile(staged.module, topology.name, effort, libtpu.find())
@@ -338,17 +343,21 @@ def parse(arguments: list[str] | None) -> tuple[argparse.Namespace, Job]:
     preset = options.preset or FIRST_PRESET[script]
     if preset not in script.PRESETS:
         known = ", ".join(script.PRESETS)
-        unknown = f"the preset {preset!r} of {options.model} is not known"
-        raise InputError(f"{unknown}; it is one of {known}")
+        raise InputError(
+            f"the preset {preset!r} of {options.model} is not known; it is one of {known}"
+        )
     if options.batch < 0:
-        given = f"--batch is {options.batch}"
-        raise InputError(f"{given}; it must be at least 1, or 0 for the recipe's")
+        raise InputError(
+            f"--batch is {options.batch}; it must be at least 1, or 0 for the recipe's"
+        )
     if options.program == "translate" and script is not transformer:
-        other = f"--program is translate, which {options.model} does not do"
-        raise InputError(f"{other}; give train or evaluate")
+        raise InputError(
+            f"--program is translate, which {options.model} does not do; give train or evaluate"
+        )
     if options.task and script not in (glue, pretrain):
-        needless = f"--task is {options.task}, of which {options.model} has none"
-        raise InputError(f"{needless}: leave it out")
+        raise InputError(
+            f"--task is {options.task}, of which {options.model} has none: leave it out"
+        )
 
     job = Job(options.model, preset, options.task, tuple(flags), options.batch, options.program)
     options.json = options.json or _report_path(options, job)
@@ -366,18 +375,36 @@ def _parser() -> argparse.ArgumentParser:
     add("preset", nargs="?", default="", help="of the script (default: its recipe)")
     add("--task", default="", help="of the encoders: a task of GLUE, or pretrain")
     add("--topology", default="v5e:2x4", help="such as v5e:1x1, v5e:16x16, v4:2x2x1, v6e:2x4")
-    batch_help = "examples of a train step per device (default: the recipe's)"
-    add("--batch", type=int, default=0, help=batch_help)
+    add(
+        "--batch",
+        type=int,
+        default=0,
+        help="examples of a train step per device (default: the recipe's)",
+    )
     add("--program", choices=PROGRAMS, default="train", help="the step that is compiled")
-    effort_help = "of the compiler; full estimates cycles"
-    add("--effort", choices=EFFORTS, default="fast", help=effort_help)
-    usual = f"$TPU_LIBRARY_PATH, or {libtpu.ON_TPU_VMS}, which TPU VMs run"
-    add("--libtpu", default="", help=f"version that compiles (default: {usual})")
-    stage_help = "compile nothing; print the program's fingerprint only"
-    add("--stage", action="store_true", help=stage_help)
+    add(
+        "--effort",
+        choices=EFFORTS,
+        default="fast",
+        help="of the compiler; full estimates cycles",
+    )
+    add(
+        "--libtpu",
+        default="",
+        help="version that compiles "
+        f"(default: $TPU_LIBRARY_PATH, or {libtpu.ON_TPU_VMS}, which TPU VMs run)",
+    )
+    add(
+        "--stage",
+        action="store_true",
+        help="compile nothing; print the program's fingerprint only",
+    )
     add("--besides", default="", help="another version that has to compile the same program")
-    search_help = "where it does not fit, do not look for what does"
-    add("--no-search", action="store_true", help=search_help)
+    add(
+        "--no-search",
+        action="store_true",
+        help="where it does not fit, do not look for what does",
+    )
     add("--json", default="", help="where the figures go (default: a file in runs/compile)")
     add("--dump", default="", help="file for the optimized module (HloModuleProto)")
     return parser
@@ -410,8 +437,9 @@ def main(arguments: list[str] | None = None, functions: Mapping = MappingProxyTy
 
     script = functions.get(job.script, job.script)
     if script is not job.script and job.program != "train":
-        other = "of other functions than the script's there is train only"
-        raise InputError(f"--program is {job.program}; {other}")
+        raise InputError(
+            f"--program is {job.program}; of other functions than the script's there is train only"
+        )
 
     options.given = os.environ.get("LIBTPU_INIT_ARGS", "")
     if options.besides:
@@ -543,11 +571,12 @@ def what_died(error: apart.CompilerDied, job: Job, topology: str, safe_forms: bo
     """Returns which libtpu died on which step, and what to do about it."""
     about = f"{error}: {described(job, topology)}"
     if "Unknown command line flag" in error.output:
-        unknown = "this version does not know a flag of it"
-        return f"{about}; {unknown}\n{apart.last_words(error)}"
+        return f"{about}; this version does not know a flag of it\n{apart.last_words(error)}"
     if error.how == "SIGKILL":
-        killed = "it was killed from outside, most likely for memory"
-        return f"{about}; {killed}: give it a machine with more"
+        return (
+            f"{about}; it was killed from outside, most likely for memory: "
+            "give it a machine with more"
+        )
 
     remedies = []
     if not safe_forms:
@@ -563,8 +592,10 @@ def what_was_refused(error: libtpu.CompilerError, version: str, job: Job, topolo
     to do about it."""
     first_lines, _, _ = str(error).partition("\n\n")
     reason = " ".join(first_lines.split())
-    refusal = f"libtpu {version} refuses to compile {described(job, topology)}: {reason}"
-    return f"{refusal}; {another_version(version)}"
+    return (
+        f"libtpu {version} refuses to compile {described(job, topology)}: {reason}; "
+        f"{another_version(version)}"
+    )
 
 
 def described(job: Job, topology: str) -> str:

@@ -236,8 +236,10 @@ def _parse(data: bytes) -> tuple[HloModuleProto, Module]:
         proto = HloModuleProto.FromString(data)
         return proto, _read_module(proto)
     except (DecodeError, KeyError, ValueError) as error:
-        bad = f"these {len(data)} bytes are not a whole HloModuleProto ({error})"
-        raise ValueError(f"{bad}: the file is cut off, or of another kind") from error
+        raise ValueError(
+            f"these {len(data)} bytes are not a whole HloModuleProto ({error}): "
+            "the file is cut off, or of another kind"
+        ) from error
 
 
 def _read_module(proto: HloModuleProto) -> Module:
@@ -444,8 +446,9 @@ def _check_parameters(module: Module, numbers: list[int]) -> None:
     known = {each.parameter_number for each in module.parameters}
     unknown = sorted(set(numbers) - known)
     if unknown:
-        lacks = f"module {module.name!r} has no parameters {unknown}"
-        raise ValueError(f"{lacks}: it has {len(module.parameters)}")
+        raise ValueError(
+            f"module {module.name!r} has no parameters {unknown}: it has {len(module.parameters)}"
+        )
 
 
 def op_sharding(
@@ -471,8 +474,9 @@ def op_sharding(
         by_dimension.append(axes)
         used += axes
     if len(set(used)) < len(used) or not set(used) <= set(mesh_shape):
-        rule = f"must name each axis of the mesh {mesh_shape} at most once, and no other"
-        raise ValueError(f"spec {spec} {rule}")
+        raise ValueError(
+            f"spec {spec} must name each axis of the mesh {mesh_shape} at most once, and no other"
+        )
     if all(mesh_shape[axis] == 1 for axis in used):
         return OpSharding(type=OpSharding.REPLICATED)
 

@@ -285,8 +285,9 @@ def find() -> Path:
     named = os.environ.get("TPU_LIBRARY_PATH")
     if named:
         if not Path(named).is_file():
-            given = f"TPU_LIBRARY_PATH={named} is not a file"
-            raise InputError(f"{given}; it must be a libtpu.so, or be unset")
+            raise InputError(
+                f"TPU_LIBRARY_PATH={named} is not a file; it must be a libtpu.so, or be unset"
+            )
         return Path(named)
 
     usual = _install_path(ON_TPU_VMS)
@@ -314,12 +315,14 @@ def _install_path(version: str) -> Path:
 def installed(version: str) -> Path:
     """Returns the libtpu.so of a version. Raises InputError that says how to install it."""
     if not re.fullmatch(r"\d+(\.\d+)+", version):
-        examples = f"{ON_TPU_VMS} or {NEWEST}"
-        raise InputError(f"{version!r} is no version of libtpu; give one such as {examples}")
+        raise InputError(
+            f"{version!r} is no version of libtpu; give one such as {ON_TPU_VMS} or {NEWEST}"
+        )
     library = _install_path(version)
     if not library.is_file():
-        remedy = f"`make .libtpu/{version}/.installed` installs it"
-        raise InputError(f"libtpu {version} is not installed: {remedy}")
+        raise InputError(
+            f"libtpu {version} is not installed: `make .libtpu/{version}/.installed` installs it"
+        )
     return library
 
 
@@ -417,8 +420,9 @@ class Topology:
             remedy = "use another topology"
             if version() != NEWEST:
                 remedy = f"use LIBTPU_VERSION={NEWEST} (--libtpu {NEWEST}), or another topology"
-            unknown = f"topology {self.name} is not known to libtpu {version()}"
-            raise InputError(f"{unknown} ({error.text}); {remedy}") from error
+            raise InputError(
+                f"topology {self.name} is not known to libtpu {version()} ({error.text}); {remedy}"
+            ) from error
         finally:
             del buffers  # the call is over: nothing reads them any more
 
@@ -639,8 +643,9 @@ class Program:
         if format_name == "hlo_with_config":
             return HloModuleProtoWithConfig.FromString(buffer.raw).hlo_module
         unimplemented = pjrt.STATUS.index("UNIMPLEMENTED")
-        unknown = f"the optimized program has the unknown format {format_name!r}"
-        raise CompilerError(unimplemented, unknown)
+        raise CompilerError(
+            unimplemented, f"the optimized program has the unknown format {format_name!r}"
+        )
 
     def _open(self) -> int:
         """Returns the handle. Raises ValueError after close()."""

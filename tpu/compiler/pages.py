@@ -729,8 +729,11 @@ def main() -> None:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parts_help = f"of {known}, or page: only write it again (default: all)"
-    parser.add_argument("parts", nargs="*", help=parts_help)
+    parser.add_argument(
+        "parts",
+        nargs="*",
+        help=f"of {known}, or page: only write it again (default: all)",
+    )
     parser.add_argument("--missing", action="store_true", help="keep what the files have")
     options = parser.parse_args()
     unknown = set(options.parts) - {*PARTS, "page"}

@@ -355,8 +355,9 @@ class Library:
             library = ctypes.CDLL(str(path))
             library.GetPjrtApi.restype = pointer
         except (OSError, AttributeError) as error:
-            unfit = f"{path} is not a libtpu.so that this machine can load"
-            raise InputError(f"{unfit}: {error}") from None
+            raise InputError(
+                f"{path} is not a libtpu.so that this machine can load: {error}"
+            ) from None
 
         address = library.GetPjrtApi()
         header = ApiHeader.from_address(address)
@@ -365,8 +366,10 @@ class Library:
         for number, name in enumerate(FUNCTIONS):
             offset = ctypes.sizeof(ApiHeader) + number * ctypes.sizeof(pointer)
             if offset >= header.struct_size:
-                old = f"{path} is too old: its C API is {self.api_version}"
-                raise InputError(f"{old}, at least (0, 72) is needed")
+                raise InputError(
+                    f"{path} is too old: its C API is {self.api_version}, "
+                    "at least (0, 72) is needed"
+                )
             function = pointer.from_address(address + offset).value
             self.functions[name] = ctypes.CFUNCTYPE(pointer, pointer)(function)
         self.call("Plugin_Initialize", PluginInitialize())
@@ -423,9 +426,10 @@ def _check_whole(path: Path) -> None:
     whole = table + section_size * sections
     found = path.stat().st_size
     if found < whole:
-        cut_off = f"{path} was cut off: it has {found:,} of {whole:,} bytes"
-        remedy = "remove its version's folder, such as .libtpu/0.0.21, and install it again"
-        raise InputError(f"{cut_off}; {remedy}")
+        raise InputError(
+            f"{path} was cut off: it has {found:,} of {whole:,} bytes; "
+            "remove its version's folder, such as .libtpu/0.0.21, and install it again"
+        )
 
 
 def decode(address: int | None, size: int) -> str:

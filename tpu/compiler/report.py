@@ -196,14 +196,16 @@ def describe(report: dict) -> str:
     for name, count in sorted(report["custom_calls"].items()):
         calls.append(f"{name} {count}")
     listed = ", ".join(calls) or "none"
-    transfers = f"transfers to the host {report['host_transfers']}"
-    lines.append(f"custom calls {listed}; {transfers}")
+    lines.append(f"custom calls {listed}; transfers to the host {report['host_transfers']}")
     copies = report["copies"]
     lines.append(f"copies       {copies['count']}, {copies['bytes'] / 1e6:.1f} MB")
-    drawn = f"{report['random_bytes'] / 1e6:.1f} MB of numbers drawn"
-    lines.append(f"random       {drawn}, by each device for all")
-    narrow = f"{report['float32_products']} of them of float32"
-    lines.append(f"products     {report['products']}, {narrow}")
+    lines.append(
+        f"random       {report['random_bytes'] / 1e6:.1f} MB of numbers drawn, "
+        "by each device for all"
+    )
+    lines.append(
+        f"products     {report['products']}, {report['float32_products']} of them of float32"
+    )
 
     if "placement" in report:
         lines.append("parameters, the axis that cuts each dimension, and their optimizer's state:")
@@ -217,37 +219,45 @@ def _describe_step(report: dict) -> list[str]:
     """Returns what was compiled, its memory and its work."""
     devices = report["devices"]
     batch = report["batch"]
-    per_step = f"{batch * devices:,} per step"
-    compiled = f"libtpu {report['libtpu']}, effort {report['effort']}"
-    seconds = f"compiled in {report['compile_seconds']:.0f} s"
     lines = [
-        f"{report['what']}: {batch:,} {report['unit']} per device, {per_step}",
-        f"{report['topology']}, {devices} x {report['kind']}; {compiled}, {seconds}",
+        (f"{report['what']}: {batch:,} {report['unit']} per device, {batch * devices:,} per step"),
+        (
+            f"{report['topology']}, {devices} x {report['kind']}; "
+            f"libtpu {report['libtpu']}, effort {report['effort']}, "
+            f"compiled in {report['compile_seconds']:.0f} s"
+        ),
     ]
 
     memory = report["memory"]
-    fits = f"{memory['needed'] / GIB:.2f} of {report['hbm_bytes'] / GIB:.2f} GiB per device"
-    arguments = f"arguments {memory['argument'] / GIB:.2f}"
-    temporaries = f"temporaries {memory['temp'] / GIB:.2f}"
-    live = f"live at once {memory['peak'] / GIB:.2f}"
-    lines.append(f"memory       fits: {fits} ({arguments}, {temporaries}; {live})")
+    lines.append(
+        f"memory       fits: {memory['needed'] / GIB:.2f} "
+        f"of {report['hbm_bytes'] / GIB:.2f} GiB per device "
+        f"(arguments {memory['argument'] / GIB:.2f}, "
+        f"temporaries {memory['temp'] / GIB:.2f}; "
+        f"live at once {memory['peak'] / GIB:.2f})"
+    )
     if report["kept_bytes"] > GIB / 200:
-        kept = f"{report['kept_bytes'] / GIB:.2f} GiB of what the program does not take"
-        lines.append(f"             and {kept}, such as the optimizer's state")
+        lines.append(
+            f"             and {report['kept_bytes'] / GIB:.2f} GiB "
+            "of what the program does not take, such as the optimizer's state"
+        )
 
-    donated = f"{report['donated']} of {report['to_donate']} tensors that the step updates"
-    lines.append(f"donated      {donated}")
+    lines.append(
+        f"donated      {report['donated']} of {report['to_donate']} tensors that the step updates"
+    )
 
-    flops = f"{report['flops'] / 1e12:.2f} TFLOP"
-    accessed = f"{report['bytes_accessed'] / 1e9:.1f} GB per device"
-    on_chip = f"up to {report['on_chip_bytes'] / 1e9:.1f} of them in on-chip memory"
-    lines.append(f"work         {flops} and {accessed}, {on_chip}")
+    lines.append(
+        f"work         {report['flops'] / 1e12:.2f} TFLOP "
+        f"and {report['bytes_accessed'] / 1e9:.1f} GB per device, "
+        f"up to {report['on_chip_bytes'] / 1e9:.1f} of them in on-chip memory"
+    )
 
     roofline = report["roofline_seconds"]
-    by_flops = f"{1e3 * roofline['flops']:.1f} ms by its flops"
-    by_bytes = f"{1e3 * roofline['bytes']:.1f} ms by the bytes in HBM"
-    but = "unless its bytes are counted too high (docs/tpu/findings.md)"
-    lines.append(f"roofline     {by_flops}, {by_bytes}; no step is shorter, {but}")
+    lines.append(
+        f"roofline     {1e3 * roofline['flops']:.1f} ms by its flops, "
+        f"{1e3 * roofline['bytes']:.1f} ms by the bytes in HBM; no step is shorter, "
+        "unless its bytes are counted too high (docs/tpu/findings.md)"
+    )
     return lines
 
 
@@ -256,17 +266,20 @@ def _describe_cycles(report: dict) -> list[str]:
     estimate = f"estimate     {report['cycles'] / 1e6:.1f}M cycles"
     seconds = report["estimated_seconds"]
     if seconds:
-        per_second = f"{report['batch'] / seconds:,.0f} {report['unit']} per second and device"
         generation, _, _ = report["topology"].partition(":")
         peak = libtpu.GENERATIONS[generation].peak_flops * report["devices"]
         mfu = report["product_flops"] / seconds / peak
-        estimate += f", {1e3 * seconds:.1f} ms per step, {per_second}, MFU {mfu:.1%}"
-    left_out = "without asynchronous copies, custom calls and waiting for other devices"
-    lines = [f"{estimate}; {left_out}"]
+        estimate += (
+            f", {1e3 * seconds:.1f} ms per step, "
+            f"{report['batch'] / seconds:,.0f} {report['unit']} per second and device, "
+            f"MFU {mfu:.1%}"
+        )
+    lines = [f"{estimate}; without asynchronous copies, custom calls and waiting for other devices"]
 
     if "bundles" in report:
-        bundles_in_all = f"{report['bundles'] / 1e6:.1f}M bundles in all"
-        lines.append(f"code         {bundles_in_all}, of a cycle or more each")
+        lines.append(
+            f"code         {report['bundles'] / 1e6:.1f}M bundles in all, of a cycle or more each"
+        )
         lines += _describe_uncounted(report["uncounted"])
     loops = report["loops_counted_once"]
     if loops:
@@ -278,8 +291,10 @@ def _describe_uncounted(found: dict) -> list[str]:
     """Returns the bundles of what the estimate leaves out; see tpu/compiler/bundles.py."""
     kinds = sorted(found["kinds"].items(), key=lambda item: -item[1])
     shares = ", ".join(f"{kind} {count / 1e6:.3f}M" for kind, count in kinds[:6])
-    total = f"{found['bundles'] / 1e6:.3f}M bundles of code, a cycle or more each"
-    lines = [f"no estimate  {total}, which the cycles leave out: {shares}"]
+    lines = [
+        f"no estimate  {found['bundles'] / 1e6:.3f}M bundles of code, a cycle or more each, "
+        f"which the cycles leave out: {shares}"
+    ]
     if found["unknown_loops"]:
         loops = found["unknown_loops"]
         lines.append(f"             {loops} loops of unknown length are counted once")
@@ -333,8 +348,10 @@ def describe_buffers(report: dict) -> str:
 
 def describe_shortage(error: libtpu.OutOfMemory) -> str:
     """Returns what takes the memory, for people."""
-    amounts = f"{error.needed / GIB:.2f} of {error.capacity / GIB:.2f} GiB per device"
-    lines = [f"memory       does NOT fit: {amounts}; largest:"]
+    lines = [
+        f"memory       does NOT fit: {error.needed / GIB:.2f} "
+        f"of {error.capacity / GIB:.2f} GiB per device; largest:"
+    ]
     for entry in error.allocations[:10]:
         if entry.source:
             sources = [_line(entry.source)]

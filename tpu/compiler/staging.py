@@ -70,8 +70,9 @@ def setup(num_devices: int, kind: str, precision: str, safe_forms: bool = False)
         RuntimeError: this process has devices already.
     """
     if xr.is_spmd():
-        when = "before anything else uses a device"
-        raise RuntimeError(f"a process stages for one number of devices, {when}")
+        raise RuntimeError(
+            "a process stages for one number of devices, before anything else uses a device"
+        )
     there = min(num_devices, MOST_DEVICES)
     os.environ["PJRT_DEVICE"] = "CPU"
     os.environ["CPU_NUM_DEVICES"] = str(there)
@@ -224,9 +225,10 @@ def _call(step_fn: Callable, args: Sequence[Any]) -> Any:
         frames = traceback.extract_tb(error.__traceback__)
         own = [frame for frame in frames if "site-packages" not in frame.filename][-1]
         file = own.filename.removeprefix(f"{ROOT}/")
-        reads = f"{step_fn.__name__} reads a value of the device in the middle of the step"
-        line = f"{file}:{own.lineno}: {own.line}"
-        raise GraphError(f"{reads}, which makes it two programs: {line}") from error
+        raise GraphError(
+            f"{step_fn.__name__} reads a value of the device in the middle of the step, "
+            f"which makes it two programs: {file}:{own.lineno}: {own.line}"
+        ) from error
     finally:
         torch_xla._XLAC._set_allow_execution(True)
 

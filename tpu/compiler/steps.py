@@ -68,8 +68,9 @@ def step(
     """
     micro_batches = getattr(config, "update_every", 1)
     if micro_batches > 1 and not hasattr(script, "forward"):
-        given = f"--update-every is {micro_batches}"
-        raise InputError(f"{given}; the usual step has no parts: give --update-every 1")
+        raise InputError(
+            f"--update-every is {micro_batches}; the usual step has no parts: give --update-every 1"
+        )
 
     state = script.build(config, data, mesh)
     state.model.train()

@@ -451,8 +451,7 @@ def in_a_process(case: Case) -> dict[str, dict]:
     environment = environment_of_figures()
     result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     if result.returncode:
-        failed = f"{case.row.name} on {case.topology} failed"
-        raise RuntimeError(f"{failed}:\n{result.stderr[-2000:]}")
+        raise RuntimeError(f"{case.row.name} on {case.topology} failed:\n{result.stderr[-2000:]}")
     return json.loads(result.stdout.splitlines()[-1])
 
 
@@ -485,8 +484,12 @@ def main() -> None:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    name_help = "part of the cases' names (default: all)"
-    parser.add_argument("name", nargs="?", default="", help=name_help)
+    parser.add_argument(
+        "name",
+        nargs="?",
+        default="",
+        help="part of the cases' names (default: all)",
+    )
     parser.add_argument("--missing", action="store_true", help="keep the figures that are there")
     parser.add_argument("--print", action="store_true", help="compile nothing")
     parser.add_argument("--case", type=int, help=argparse.SUPPRESS)
