@@ -882,6 +882,7 @@ def test_xla_values_are_read_by_a_step_closure_in_one_transfer(start):
     loss = values.mean() / 3
     accuracy = values.max()
     run = start()
+    torch_xla.sync()  # runs what other tests have left to the next step
 
     reads = xla.host_reads()
     run.log(1, loss=loss, accuracy=accuracy, lr=0.1)

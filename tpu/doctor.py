@@ -91,7 +91,7 @@ import sys
 sys.path.insert(0, sys.argv[2])
 from data.remote import InputError, find_files
 try:
-    sizes = [size for _, size, _ in find_files(sys.argv[1]).values()]
+    sizes = [file.size for file in find_files(sys.argv[1]).values()]
 except InputError as error:
     sys.exit(str(error))
 print(f"{len(sizes)} files, {sum(sizes) / 1e9:.1f} GB, can be read")

@@ -111,7 +111,9 @@ def learning_rate(config: Config, step: int, total_steps: int) -> float:
     if step < warmup_steps:
         # + 1 in the divisor, too, or the last of these steps could exceed the peak.
         return config.lr * (step + 1) / (warmup_steps + 1)
-    return config.lr * (total_steps - step) / (total_steps - warmup_steps)
+    # The warm-up may leave less than one step, or none.
+    steps_to_fall = max(total_steps - warmup_steps, 1)
+    return config.lr * (total_steps - step) / steps_to_fall
 
 
 def validate(config: Config) -> Config:

@@ -126,7 +126,8 @@ def learning_rate(config: Config, step: int) -> float:
     """Returns the rate at 0-based update `step`: linear warm-up, then linearly to 0."""
     if step < config.warmup_steps:
         return config.lr * (step + 1) / config.warmup_steps
-    return config.lr * (config.steps - step) / (config.steps - config.warmup_steps)
+    steps_to_fall = max(config.steps - config.warmup_steps, 1)  # the warm-up may leave none
+    return config.lr * (config.steps - step) / steps_to_fall
 
 
 def validate(config: Config) -> Config:

@@ -399,7 +399,8 @@ def main(config: Config) -> None:
     # before any input is read, else only after the translation.
     _ = codec.pieces
 
-    sentences = codec.sentences(read_input(mesh))
+    lines = read_input(mesh)
+    sentences = codec.sentences(lines)
     if sentences.unknown_share > UNKNOWN_SHARE and mesh.main_process:
         reason = ""
         if not codec.tokenizer:
