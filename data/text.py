@@ -205,7 +205,7 @@ class Text:
 
         packed = self._packed
         tokens = len(packed.tokens)
-        rows = len(packed)
+        rows = len(packed.rows) - 1
         as_reported = tokens == expected_tokens and rows == expected_rows
         if not as_reported or not _belong_together(packed):
             raise InputError(

@@ -668,6 +668,14 @@ def test_an_update_has_its_micro_batches_in_order(mesh, workers):
     assert indices == expected
 
 
+def test_data_that_end_within_an_update_are_an_error(mesh):
+    options = {"train": True, "stop": 4, "update_every": 3}
+    with parallel_loader(Numbers(8), 2, mesh, **options) as loader:
+        assert len(list(next(loader))) == 3
+        with pytest.raises(RuntimeError, match="the data end within an update: 2 of its"):
+            list(next(loader))
+
+
 def test_an_update_that_is_not_taken_whole_is_an_error(mesh):
     options = {"train": True, "stop": 4, "split": 2, "update_every": 2}
     message = "1 micro-batches of the update before this one were not taken"

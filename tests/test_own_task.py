@@ -14,7 +14,7 @@ ROOT = Path(__file__).parent.parent
 
 
 def test_it_reads_digits_that_it_has_not_seen():
-    assert own_task.main() > 0.85  # 0.9057 when this was written; chance is 0.1
+    assert own_task.main() > 0.85  # 0.899 when this was written; chance is 0.1
 
 
 def test_it_reads_nothing_where_it_cannot_learn():

@@ -1,6 +1,7 @@
 """data/text.py: packing against a plain loop, the made-up language, and folders that are not what
 they should be."""
 
+import io
 import itertools
 import json
 import pickle
@@ -308,6 +309,10 @@ def test_damaged_files_are_explained(made, tmp_path):
     refused(name, (folder / "valid.rows.npy").read_bytes(), do_not_fit)
     sentences = (folder / "valid.sentences.npy").read_bytes()
     refused("train.sentences.npy", sentences, do_not_fit)
+
+    empty = io.BytesIO()
+    np.save(empty, np.zeros(0, np.int64))
+    refused("train.rows.npy", empty.getvalue(), r"tokens in -1 rows; expected \d+ in \d+")
 
     name = "report.json"
     flags_alone = {"flags": json.loads((folder / name).read_text())["flags"]}

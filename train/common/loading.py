@@ -293,11 +293,18 @@ class MicroBatches(Iterator):
         if self.left == 0:
             raise StopIteration
         self.left -= 1
-        batch = self._taken
-        if batch is None:
-            batch = self._loader.take()
-        self._taken = None
-        return batch
+        if self._taken is not None:
+            batch = self._taken
+            self._taken = None
+            return batch
+        try:
+            return self._loader.take()
+        except StopIteration:
+            # It would end the loop over this update like a whole one.
+            raise RuntimeError(
+                f"the data end within an update: {self.left + 1} of its micro-batches are missing; "
+                "give a start and a stop that make up whole updates"
+            ) from None
 
 
 def parallel_loader(
