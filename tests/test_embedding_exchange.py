@@ -121,7 +121,7 @@ class Shortage:
 SHORTAGES = {
     "pair": Shortage(
         (0.3, 1.0),
-        r"the fullest pair .* needed 1\.[1-9].* give --exchange-room 0\.\d 1 or more instead of 0.3 1",
+        r"the fullest pair .* needed 1\.[1-9].*--exchange-room 0\.\d 1 or more instead of 0.3 1",
     ),
     "owner": Shortage(
         (1.0, 0.2),

@@ -670,7 +670,7 @@ def test_an_update_has_its_micro_batches_in_order(mesh, workers):
 
 def test_data_that_end_within_an_update_are_an_error(mesh):
     options = {"train": True, "stop": 4, "update_every": 3}
-    with parallel_loader(Numbers(8), 2, mesh, **options) as loader:
+    with parallel_loader(Numbers(16), 4, mesh, **options) as loader:
         assert len(list(next(loader))) == 3
         with pytest.raises(RuntimeError, match="the data end within an update: 2 of its"):
             list(next(loader))
