@@ -589,6 +589,7 @@ def pod(tmp_path) -> Iterator[Pod]:
     pod.close()
 
 
+@pytest.mark.slow
 def test_two_workers_of_a_tpu(pod):
     code, found = pod.accept("--only", "doctor", "dlrm", "checkpoint", "stop", *PATIENT)
 

@@ -294,7 +294,7 @@ def with_electra(tmp_path_factory) -> Path:
 @pytest.mark.parametrize(
     ("task", "flags"),
     [
-        ("", f"{FINE_TUNING} --mesh data=2,model=2"),
+        pytest.param("", f"{FINE_TUNING} --mesh data=2,model=2", marks=pytest.mark.slow),
         pytest.param("pretrain", PRETRAINING, marks=pytest.mark.slow),
     ],
 )

@@ -47,7 +47,7 @@ def sst2_validation() -> glue_data.Examples:
 @pytest.mark.parametrize(
     ("model", "task", "metric"),
     [
-        ("roberta", "sst2", "accuracy"),
+        pytest.param("roberta", "sst2", "accuracy", marks=pytest.mark.slow),
         pytest.param("xlnet", "cola", "mcc", marks=pytest.mark.slow),
     ],
 )

@@ -47,7 +47,12 @@ def config_of(script, run: Path):
     return script.Config(**values)
 
 
-@pytest.mark.parametrize("name", older_runs.KEPT)
+NAMES = ["dlrm", "glue", "pretrain"]
+for slow in ("resnet50", "transformer"):
+    NAMES.append(pytest.param(slow, marks=pytest.mark.slow))
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_a_run_of_an_older_version_resumes_and_ends(name, unpacked, monkeypatch, capsys):
     run = unpacked / name
     step = older_runs.KEPT[name]

@@ -76,6 +76,7 @@ def guess(config: pretrain.Config) -> float:
     return labels.bincount().max().item() / batch["weights"].sum().item()
 
 
+@pytest.mark.slow
 def test_a_permutation_is_learned(tmp_path):
     path = tmp_path / "run"
     config = replace(
@@ -372,7 +373,13 @@ def test_transformers_pipeline_fills_a_mask(trained):
     assert set(best) >= {"token_str", "score"}
 
 
-@pytest.mark.parametrize(("run", "export"), [("trained", "export"), ("fairseq", "export/fairseq")])
+@pytest.mark.parametrize(
+    ("run", "export"),
+    [
+        ("trained", "export"),
+        pytest.param("fairseq", "export/fairseq", marks=pytest.mark.slow),
+    ],
+)
 def test_pretraining_continues_from_an_export(run, export, tmp_path, request):
     path, metrics, config = request.getfixturevalue(run)
     config = replace(

@@ -251,6 +251,7 @@ def nameless(learned, tmp_path_factory) -> str:
     return renamed(learned, tmp_path_factory.mktemp("weights") / "nameless.safetensors", None)
 
 
+@pytest.mark.slow
 def test_weights_whose_classes_have_the_datas_order_stay(as_it_is):
     assert as_it_is.top1 > 0.8
     assert "--weights" not in as_it_is.output

@@ -216,9 +216,9 @@ def steps_of_a_square_slice(devices: int) -> tuple[int, int]:
 @pytest.mark.parametrize(
     ("layout", "changes", "weight", "moment"),  # the shapes of one of MATRICES on a device
     [
-        pytest.param(TWO, {}, [64, 32], [64, 32], id="model"),
+        slow(TWO, {}, [64, 32], [64, 32], id="model"),
         pytest.param(FULL, ACCUMULATED, [32, 32], [32, 32], id="full"),
-        pytest.param(COPIES, {"model": "roberta"}, [64, 32], [64, 32], id="copies"),
+        slow(COPIES, {"model": "roberta"}, [64, 32], [64, 32], id="copies"),
         pytest.param(ALL, ACCUMULATED, [64, 16], [64, 16], id="all"),
         slow(
             replace(ALL, shard_state="optimizer"),

@@ -62,6 +62,7 @@ def read_export(path: str) -> Transformer:
 # Training
 
 
+@pytest.mark.slow
 def test_an_update_of_two_packed_batches_equals_one_batch(few_pairs, quick, tmp_path):
     """The 64 pairs are one batch; or two of packed rows, with unequal numbers of tokens."""
     one_batch = replace(
@@ -100,6 +101,7 @@ def test_an_update_of_two_packed_batches_equals_one_batch(few_pairs, quick, tmp_
     torch.testing.assert_close(weights_of_two, weights_of_one, rtol=0, atol=2e-3)
 
 
+@pytest.mark.slow
 def test_a_crash_and_a_signal_within_an_update_change_nothing(quick, tmp_path, capsys):
     config = replace(
         SHORT,

@@ -276,6 +276,7 @@ def assert_names_the_stall(stacks: str, function: str) -> None:
     assert "thread MainThread" in stacks
 
 
+@pytest.mark.slow
 def test_a_loader_that_hangs_ends_a_run_whose_log_is_stuck(hurried):
     ended = hurried.start("--hang", "loader", errors_are_read=False)
     assert ended.code == 75, ended.errors
@@ -298,6 +299,7 @@ def test_a_step_that_hangs_ends_a_run_which_then_resumes(hurried):
     assert {"train 11", "train 12", "wait for a batch", "aten::addmm"} <= names
 
 
+@pytest.mark.slow
 def test_a_step_that_keeps_pythons_lock_ends_a_run(hurried):
     ended = hurried.start("--hang", "lock")
     assert ended.code == 1, ended.errors
