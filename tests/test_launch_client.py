@@ -67,6 +67,7 @@ def test_a_client_without_room_for_the_log_leaves_the_run_alone(bed):
 def test_sigterm_ends_the_client_with_a_word_and_not_the_run(bed):
     """143 would say that the run was stopped."""
     client = bed.begin()
+    wait(lambda: "step" in client.out.read_text())  # it watches; trainers may be quicker
     client.terminate()
 
     code, _, err = bed.ended(client)
