@@ -20,7 +20,6 @@ else.
 """
 
 import io
-import itertools
 import json
 import multiprocessing
 import os
@@ -231,7 +230,7 @@ def compare(options: Options) -> dict[str, list[float]]:
         return sum(pool.starmap(decode_and_resize, work, chunksize=1))
 
     def to_host() -> int:
-        return consume(itertools.starmap(ours.dataset.received, ours))
+        return consume(map(ours.dataset.opened, ours))
 
     def to_device() -> int:
         with loading.Loader(ours, mesh) as loader:
