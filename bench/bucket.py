@@ -113,11 +113,16 @@ class _Handler(BaseHTTPRequestHandler):
         for name in self.server.files:
             if name.startswith(folder):
                 first, _, rest = name.removeprefix(folder).partition("/")
-                links.add(f"{first}/" if rest else first)
-        hrefs = ["../", "?C=N;O=D", *map(quote, sorted(links))]
-        page = "".join(f'<a href="{href}">{href}</a>' for href in hrefs)
+                is_folder = rest != ""
+                links.add(f"{first}/" if is_folder else first)
+
+        # Web servers also link to the folder above, and to the page in another order.
+        hrefs = ["../", "?C=N;O=D"]
+        hrefs += [quote(link) for link in sorted(links)]
+        items = [f'<a href="{href}">{href}</a>' for href in hrefs]
+        page = f"<html>{''.join(items)}</html>"
         status = 200 if links else 404
-        self._answer(status, f"<html>{page}</html>".encode(), {"Content-Type": "text/html"})
+        self._answer(status, page.encode(), {"Content-Type": "text/html"})
 
     def _answer(
         self, status: int, content: bytes, headers: dict[str, str], drop: bool = False

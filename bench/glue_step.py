@@ -328,14 +328,19 @@ def main(options: Options) -> None:
     """Measures, prints a table and writes the figures."""
     glue_trainer.prepare_environment(options.threads)
     glue_trainer.quiet()
-    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: options.threads])
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, cores[: options.threads])
 
     rounds = measure(options)
     table(rounds)
-    figures = {name: [vars(block) for block in blocks] for name, blocks in rounds.items()}
-    Path(options.out).parent.mkdir(parents=True, exist_ok=True)
+
+    figures = {}
+    for name, blocks in rounds.items():
+        figures[name] = [vars(block) for block in blocks]
     record = {"options": asdict(options), "rounds": figures}
-    Path(options.out).write_text(json.dumps(record, indent=1))
+    out = Path(options.out)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps(record, indent=1))
 
 
 if __name__ == "__main__":

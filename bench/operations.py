@@ -300,20 +300,32 @@ def run(code: str, place: torch.device) -> Outcome:
 
 def measure(mesh: device.Mesh) -> list[tuple[Case, str, str]]:
     """Returns each case with its verdict and its substitute's. All that is lowered is one graph."""
-    cases = [case for of_field in CASES.values() for case in of_field]
-    expected = [run(case.code, torch.device("cpu")) for case in cases]
+    cases = _all_cases()
+    cpu = torch.device("cpu")
+    expected = [run(case.code, cpu) for case in cases]
+
     outcomes = []
+    substitutes = []
     for case in cases:
-        outcome = run(case.code, mesh.device)
-        substitute = run(case.instead or case.code, mesh.device)
-        outcomes.append((outcome, substitute))
-    device.run_pending()
+        outcomes.append(run(case.code, mesh.device))
+        substitutes.append(run(case.instead or case.code, mesh.device))
+    device.run_pending()  # nothing is read before
 
     measured = []
-    for case, wanted, (outcome, substitute) in zip(cases, expected, outcomes, strict=True):
+    rows = zip(cases, expected, outcomes, substitutes, strict=True)
+    for case, wanted, outcome, substitute in rows:
         verdict = _verdict(outcome, wanted)
-        measured.append((case, verdict, _verdict(substitute, wanted)))
+        substitute_verdict = _verdict(substitute, wanted)
+        measured.append((case, verdict, substitute_verdict))
     return measured
+
+
+def _all_cases() -> list[Case]:
+    """Returns the cases of all fields, in the order of the page."""
+    cases = []
+    for of_field in CASES.values():
+        cases += of_field
+    return cases
 
 
 def _verdict(outcome: Outcome, wanted: Outcome) -> str:
@@ -337,23 +349,37 @@ def _same(tensors: list[Tensor], wanted: list[Tensor]) -> bool:
 
 def page() -> str:
     """Returns docs/operations.md."""
-    found = [case.verdict for of_field in CASES.values() for case in of_field]
+    parts = [_introduction()]
+    for field, cases in CASES.items():
+        parts.append(_section(field, cases))
+    parts.append(_substitutes())
+    return "".join(parts)
+
+
+def _introduction() -> str:
+    """Returns the page's top, with the number of operations of each verdict."""
+    found = [case.verdict for case in _all_cases()]
     verdicts = []
     for verdict, meaning in MEANING.items():
         verdicts.append(f"| {verdict} | {found.count(verdict)} | {meaning} |")
-    shapes = ", ".join(f"{name} {[*value.shape]}" for name, value in INPUTS.items())
-    text = INTRODUCTION.format(verdicts="\n".join(verdicts), shapes=shapes)
+    shapes = [f"{name} {[*value.shape]}" for name, value in INPUTS.items()]
+    return INTRODUCTION.format(verdicts="\n".join(verdicts), shapes=", ".join(shapes))
 
-    for field, cases in CASES.items():
-        text += f"## {field}\n\n| operation | on XLA | instead |\n|---|---|---|\n"
-        for case in cases:
-            instead = f"`{case.instead}`" if case.instead else ""
-            text += f"| `{case.code}` | {case.verdict} | {instead} |\n"
-        text += "\n"
 
-    substitutes = (resize, grid_sample, roi_align, kept_boxes, unique_inverse)
-    code = "\n\n".join(map(inspect.getsource, substitutes))
-    return f"{text}## Substitutes of more than a line\n\n```python\n{code}```\n"
+def _section(field: str, cases: list[Case]) -> str:
+    """Returns the table of a field's operations."""
+    lines = [f"## {field}", "", "| operation | on XLA | instead |", "|---|---|---|"]
+    for case in cases:
+        instead = f"`{case.instead}`" if case.instead else ""
+        lines.append(f"| `{case.code}` | {case.verdict} | {instead} |")
+    return "\n".join(lines) + "\n\n"
+
+
+def _substitutes() -> str:
+    """Returns the code of the substitutes of more than a line."""
+    functions = (resize, grid_sample, roi_align, kept_boxes, unique_inverse)
+    code = "\n\n".join(inspect.getsource(function) for function in functions)
+    return f"## Substitutes of more than a line\n\n```python\n{code}```\n"
 
 
 if __name__ == "__main__":

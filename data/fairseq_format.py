@@ -175,16 +175,20 @@ class Dictionary:
 
 def _other_pieces(symbols: list[str]) -> str:
     """Returns what these symbols are if they are pieces of another sort than PIECES, else ""."""
-    byte_level = sum(symbol.startswith("Ġ") for symbol in symbols)
-    word_piece = sum(symbol.startswith("##") for symbol in symbols)
-    word_ends = sum(symbol.endswith("</w>") for symbol in symbols)
     most_by_chance = max(1, CERTAIN * len(symbols))
+
+    byte_level = sum(symbol.startswith("Ġ") for symbol in symbols)
     if byte_level > most_by_chance:
         return "symbols that begin with Ġ, as byte-level encoding has them"
+
+    word_piece = sum(symbol.startswith("##") for symbol in symbols)
     if word_piece > most_by_chance:
         return "symbols that begin with ##, as WordPiece has them"
+
+    word_ends = sum(symbol.endswith("</w>") for symbol in symbols)
     if word_ends > most_by_chance:
         return "symbols that end with </w>"
+
     if len(symbols) >= NUMBERS and all(symbol.isdecimal() for symbol in symbols):
         return "numbers alone as symbols, as GPT-2's encoding has them"
     return ""

@@ -3,6 +3,7 @@
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 import datasets
 
@@ -164,25 +165,38 @@ def _find_columns(rows: datasets.Dataset, source: str) -> _Columns:
     """
     features = rows.features
     images = [name for name, kind in features.items() if isinstance(kind, datasets.Image)]
-    labels = [name for name, kind in features.items() if isinstance(kind, datasets.ClassLabel)]
+    if not images:
+        _refuse_columns(features, source, "image column (feature Image)")
+    labels = _label_columns(features)
     if not labels:
-        labels = [name for name in LABEL_COLUMNS if "int" in _type_name(features.get(name), "")]
-    if not images or not labels:
-        missing = "image column (feature Image)"
-        if images:
-            missing = "label column (feature ClassLabel, or integers)"
-        types = {name: _type_name(kind, "nested") for name, kind in features.items()}
-        listed = ", ".join(f"{name} ({type_name})" for name, type_name in types.items())
-        raise InputError(f"{source} has no {missing}; its columns: {listed}")
+        _refuse_columns(features, source, "label column (feature ClassLabel, or integers)")
 
     image = _first_usual(images, IMAGE_COLUMNS)
     label = _first_usual(labels, LABEL_COLUMNS)
     if isinstance(features[label], datasets.ClassLabel):
-        return _Columns(image, label, features[label].names)
+        classes = features[label].names
+    else:
+        numbers = [value for value in rows.unique(label) if value is not None]
+        highest = max(numbers, default=-1)
+        classes = [str(number) for number in range(highest + 1)]
+    return _Columns(image, label, classes)
 
-    numbers = [value for value in rows.unique(label) if value is not None]
-    highest = max(numbers, default=-1)
-    return _Columns(image, label, [str(number) for number in range(highest + 1)])
+
+def _label_columns(features: datasets.Features) -> list[str]:
+    """Returns the columns of ClassLabel; where there are none, integers under usual names."""
+    labels = [name for name, kind in features.items() if isinstance(kind, datasets.ClassLabel)]
+    if labels:
+        return labels
+    return [name for name in LABEL_COLUMNS if "int" in _type_name(features.get(name), "")]
+
+
+def _refuse_columns(features: datasets.Features, source: str, missing: str) -> NoReturn:
+    """Raises InputError for a missing column, with those that are there."""
+    columns = []
+    for name, kind in features.items():
+        type_name = _type_name(kind, "nested")
+        columns.append(f"{name} ({type_name})")
+    raise InputError(f"{source} has no {missing}; its columns: {', '.join(columns)}")
 
 
 def _type_name(feature: object, default: str) -> str:

@@ -80,11 +80,15 @@ class Shards(Images):
         data = data.removeprefix("file://")
         self.folder = data.rstrip("/")
         self._cache = Cache(data) if "://" in data else None
-        path = Path(data).expanduser() / INDEX
-        content = self._cache.read_index() if self._cache else path.read_bytes()
+
+        if self._cache:
+            content = self._cache.read_index()
+        else:
+            content = (Path(data).expanduser() / INDEX).read_bytes()
         index = read_index(content, f"{self.folder}/{INDEX}")
         self.classes = index["classes"]
         set_source(self, index, evaluation=split == "eval")
+
         self._shards = index["splits"][SPLITS[split]]
         self._rows = np.array([shard["rows"] for shard in self._shards])
         self._ends = np.cumsum(self._rows)
@@ -92,8 +96,9 @@ class Shards(Images):
         self._open: collections.OrderedDict[int, OpenShard] = collections.OrderedDict()
 
         if self._cache:
-            largest = sorted((shard["bytes"] for shard in self._shards), reverse=True)
-            self._cache.need(sum(largest[: LANES + AHEAD]))
+            sizes = sorted((shard["bytes"] for shard in self._shards), reverse=True)
+            most_at_once = sum(sizes[: LANES + AHEAD])  # a batch's shards, and those fetched ahead
+            self._cache.need(most_at_once)
         self._check_sizes()
 
     def _check_sizes(self) -> None:

@@ -91,8 +91,8 @@ def pack_rows(
         tokens: [sum of sizes], the sentences one after another.
         sizes: int [n], tokens of each sentence, at least 1.
         documents: int [d], sentences of each document, at least 1; their sum is n.
-        room: most tokens of a row. A longer sentence begins a row of its own and is cut after every
-            `room` tokens.
+        room: most tokens of a row. A longer sentence begins a row and is cut after every `room`
+            tokens. Its rest begins another row, which the next sentences share.
         separator: the token between two documents in one row; it belongs to the sentence before it.
             With None every document begins a row.
 
@@ -113,7 +113,7 @@ def pack_rows(
     piece_sizes[last_piece] = sizes - (pieces_of - 1) * room
 
     last_sentence = np.cumsum(documents) - 1
-    ends_document = np.zeros(len(piece_sizes), bool)
+    ends_document = np.zeros(len(piece_sizes), bool)  # of each piece
     ends_document[last_piece[last_sentence]] = True
 
     ends = np.cumsum(piece_sizes)
@@ -125,7 +125,8 @@ def pack_rows(
 
     # Piece i is tokens[starts[i] : ends[i]]; a separator stands between ends[i] and starts[i + 1].
     starts = ends - piece_sizes
-    document_ends = np.append(np.flatnonzero(ends_document) + 1, len(ends))  # counted in pieces
+    # Of each document, the number of the piece after its last one.
+    document_limits = np.append(np.flatnonzero(ends_document) + 1, len(ends))
 
     # Row r has the pieces first_pieces[r] to limits[r] - 1.
     first_pieces = []
@@ -134,8 +135,8 @@ def pack_rows(
     while first < len(ends):
         limit = int(np.searchsorted(ends, starts[first] + room, side="right"))
         if separator is None:
-            next_document = document_ends[np.searchsorted(document_ends, first, side="right")]
-            limit = min(limit, int(next_document))
+            next_document = np.searchsorted(document_limits, first, side="right")
+            limit = min(limit, int(document_limits[next_document]))
         first_pieces.append(first)
         limits.append(limit)
         first = limit
@@ -176,8 +177,8 @@ class Text:
     Attributes:
         kind: one of data.vocabulary.KINDS, what the rows were made for.
         length: tokens of a row, the special ones around its segments included.
-        pairs: whether a row has room for three special tokens, and never crosses documents, or for
-            two.
+        pairs: whether the rows are for pairs of segments: they have room for three special tokens,
+            not for two, and each is of one document.
         tokenizer: of transformers, read when it is asked for.
         source, left_out: see data/splits.py.
 
@@ -424,11 +425,15 @@ def _word_pieces(
 ) -> dict[str, int]:
     """Returns BERT's pieces with their ids; "##" is in front of those that continue a word."""
     letters = _letters(first, second)
-    pieces = [*BERT_SPECIALS, ".", *letters]
-    pieces += [f"##{letter}" for letter in letters]
-    pieces += first
-    pieces += [f"##{number}" for number in second]
-    pieces += words
+    pieces = [
+        *BERT_SPECIALS,
+        ".",
+        *letters,
+        *(f"##{letter}" for letter in letters),
+        *first,
+        *(f"##{syllable}" for syllable in second),
+        *words,
+    ]
     return {piece: number for number, piece in enumerate(pieces)}
 
 

@@ -124,12 +124,15 @@ class Codec:
         text was, into symbols with spaces between; symbols that the dictionary does not have become
         <unk>. A line in which nothing is visible (see `is_blank`) is EOS alone.
         """
-        lines = ["" if is_blank(line) else line for line in lines]
+        texts = ["" if is_blank(line) else line for line in lines]
         if self.tokenizer is None:
-            return [_encode_symbols(self.source_dictionary, line) for line in lines]
+            return [_encode_symbols(self.source_dictionary, text) for text in texts]
 
-        encodings = self.tokenizer.encode_batch_fast(lines)
-        return [np.append(self._dictionary_ids[one.ids], EOS) for one in encodings]
+        sentences = []
+        for encoding in self.tokenizer.encode_batch_fast(texts):
+            tokens = self._dictionary_ids[encoding.ids]
+            sentences.append(np.append(tokens, EOS))
+        return sentences
 
     @cached_property
     def _dictionary_ids(self) -> np.ndarray:

@@ -27,9 +27,11 @@ class Rules:
         parameters: a pattern of how a parameter's name ends -> the axes of its dimensions.
         layers: the names of the lists of layers.
         heads: attention heads, which the devices of "model" must divide.
-        shared: pattern of the modules whose input several projections share (query, key, value):
-            their gradients are summed before the all-reduce; "": there are none.
-        time_major: pattern of the modules whose tensors are [T, B, …]; "": there are none.
+        shared: pattern, anywhere in the name, of the modules whose input several projections share
+            (query, key, value): their gradients are summed before the all-reduce; "": there are
+            none.
+        time_major: pattern of how the names begin of the modules whose tensors are [T, B, …]; "":
+            there are none.
     """
 
     parameters: dict[str, Axes]

@@ -43,7 +43,11 @@ def check_the_same_command_attaches(bed: Bed, here: Here) -> None:
     assert bed.run("train", "--run", "one", "--detach", args=args)[0] == 0
     client = bed.start("train", args=args)
 
-    for flags, other_args in ((("--detach",), "steps=5"), (("--detach", "--run", "two"), args)):
+    other_runs = [
+        (["--detach"], "steps=5"),
+        (["--detach", "--run", "two"], args),
+    ]
+    for flags, other_args in other_runs:
         code, _, err = here("train", *flags, args=other_args)
         assert code == 2
         assert "my-tpu is busy: one (MODEL=tiny" in err
@@ -51,6 +55,7 @@ def check_the_same_command_attaches(bed: Bed, here: Here) -> None:
     wait(lambda: "step 9\n" in client.out.read_text())
     # Nothing more is seen of it; the run and its end do not need it.
     (bed.zoo(0) / "jobs/one/log").unlink()
+
     code, _, err = here("stop", "--run", "two")
     assert code == 1
     assert "left alone, since RUN=two does not run there, but one" in err
@@ -59,6 +64,7 @@ def check_the_same_command_attaches(bed: Bed, here: Here) -> None:
     code, _, err = bed.ended(client)
     assert code == 143
     assert "runs already; attaching to it" in err
+
     assert bed.starts() == [1]
     assert bed.idle()
     assert bed.saved()

@@ -523,13 +523,11 @@ def test_folders_of_datasets_that_do_not_fit_are_explained(tmp_path, cache):
     table("rte").save_to_disk(tmp_path / "one")
     refused("is a single split written by save_to_disk", tmp_path / "one", "rte")
 
-    save_train(table("rte", ("not_entailment", "entailment")), tmp_path / "rte")
-    refused(
-        "has the splits train; expected validation for rte",
-        tmp_path / "rte",
-        "rte",
-        "validation",
-    )
+    rows = table("rte", ("not_entailment", "entailment"))
+    folder = tmp_path / "rte"
+    save_train(rows, folder)
+    message = "has the splits train; expected validation for rte"
+    refused(message, folder, "rte", "validation")
 
     write(tmp_path / "three/train.parquet", b"PAR1, but no more")
     refused("three cannot be read by datasets", tmp_path / "three", "rte")

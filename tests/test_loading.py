@@ -99,6 +99,14 @@ class Rows(Numbers):
         return {"row": table[indices], "index": np.asarray(indices)}
 
 
+class InOrder(Numbers):
+    """Has an order of its own."""
+
+    def order(self, seed, epoch, batch_size):
+        full_batches = self.size // batch_size
+        return np.arange(full_batches * batch_size)
+
+
 class Unsent(Buckets):
     """A plan that may not be sent to workers."""
 
@@ -236,6 +244,11 @@ def test_a_plan_gives_its_batches_epoch_by_epoch(mesh, uninterrupted):
 def test_a_plan_cannot_be_shuffled_by_batches(mesh):
     with pytest.raises(ValueError, match="a plan has an order of its own"):
         train_batches("plan", mesh, shuffle="batches")
+
+
+def test_a_data_set_with_an_order_is_not_shuffled_by_batches(mesh):
+    with pytest.raises(ValueError, match="InOrder has an order of its own"):
+        parallel_loader(InOrder(27), 8, mesh, train=True, stop=10, shuffle="batches")
 
 
 @pytest.mark.parametrize("workers, start", [(0, 1), (0, 3), (0, 4), (0, 10), (2, 4)])

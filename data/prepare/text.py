@@ -172,10 +172,11 @@ def find_files(data: Path) -> splits.Files:
     files = splits.sort_files([paths[name] for name in sorted(paths)], data)
 
     # Files of other endings are not read. The report names those that say a split (test.zip).
-    of_known_endings = splits.below(data, "*.txt.gz", "*.parquet")
-    read = {*files.train, *files.valid, *files.left_out, *of_known_endings}
+    # Neither a .gz file whose plain twin is read nor a parquet file counts as unread.
+    twins_and_tables = splits.below(data, "*.txt.gz", "*.parquet")
+    not_unread = {*files.train, *files.valid, *files.left_out, *twins_and_tables}
     for path in splits.below(data, "*"):
-        if path not in read and splits.says_split(path.relative_to(data)):
+        if path not in not_unread and splits.says_split(path.relative_to(data)):
             files.unread.append(path)
     return files
 
@@ -187,11 +188,17 @@ def load_rows(data: str, config: str, column: str) -> pipeline.Splits:
     """
 
     def load_arguments(folder: Path) -> tuple[str, str | None]:
+        """Returns the arguments of datasets.load_dataset: name or folder, and configuration."""
         name = str(folder) if folder.is_dir() else data
         return name, config or None
 
-    text = "text files (*.txt, *.txt.gz)"
-    found = pipeline.load_splits(data, text, load_arguments, ["train"], "valid")
+    found = pipeline.load_splits(
+        data,
+        expected="text files (*.txt, *.txt.gz)",
+        load_arguments=load_arguments,
+        required=["train"],
+        optional="valid",
+    )
     for split, rows in found.datasets_by_split.items():
         if column not in rows.column_names:
             raise InputError(
@@ -533,6 +540,7 @@ def prepare(data: str | Path, out: str | Path = "", workers: int = 1, **flags) -
     if report:
         return report
 
+    # A preparation that is resumed keeps the size of its pieces.
     piece_bytes = job.begin_with_piece_size("piece_bytes", PIECE_BYTES)
     pieces = {}
     for split, files in _plain_files(job, flags, found).items():
@@ -577,7 +585,7 @@ def _completed(flags: Flags) -> Flags:
 
     check_rows(flags.kind, flags.length, flags.pairs)  # raises for an unknown kind, too
     least = SMALLEST[flags.kind]
-    is_large_enough = bool(flags.tokenizer) or vocab_size >= least
+    is_large_enough = bool(flags.tokenizer) or vocab_size >= least  # a tokenizer has its own size
     expect(flags, "vocab_size", is_large_enough, f"at least {least} for {flags.kind}")
     is_share = 0 < flags.valid_share < 1
     expect(flags, "valid_share", is_share, "a share between 0 and 1, such as 0.01")
@@ -658,11 +666,11 @@ def _plain_files(job: Preparation, flags: Flags, found: Found) -> dict[str, list
     for split, paths in found.files.items():
         for number, path in enumerate(paths):
             copies[path] = job.parts / f"{split}.{number:06d}.txt"
-    decompressed = job.decompress(copies)
+    plain_path_of = job.decompress(copies)  # a plain file is its own
 
     plain = {}
     for split, paths in found.files.items():
-        plain[split] = [(decompressed[path], str(path)) for path in paths]
+        plain[split] = [(plain_path_of[path], str(path)) for path in paths]
     for split, rows in found.loaded.datasets_by_split.items():
         copy = job.parts / f"{split}.txt"
         if not copy.exists():

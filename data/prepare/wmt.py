@@ -905,10 +905,12 @@ def _clean_all(job: Preparation, flags: Flags, train: ParallelText) -> np.ndarra
         tasks.append((train, chunk, flags.max_tokens, flags.letters, path))
     job.run(_clean_chunk, tasks, "cleaning")
 
-    path = job.parts / "why.npy"
-    job.run(_find_duplicates, [(cleaned, flags.keep_duplicates, path)], "finding duplicates")
-    reasons = np.load(path, mmap_mode="r")
-    dropped = np.bincount(reasons, minlength=len(REASONS) + 1)[1:]
+    why = job.parts / "why.npy"
+    job.run(_find_duplicates, [(cleaned, flags.keep_duplicates, why)], "finding duplicates")
+    reasons = np.load(why, mmap_mode="r")
+
+    counts = np.bincount(reasons, minlength=len(REASONS) + 1)
+    dropped = counts[1:]  # without reason 0, which keeps a pair
     _check_pairs(train.source.name, len(reasons), dropped)
     return reasons
 

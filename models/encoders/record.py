@@ -79,9 +79,9 @@ class Partition:
     Attributes:
         parameters: a pattern of how a parameter's name ends -> the axes of its dimensions.
         layers: path of the list of layers in a model.
-        shared: pattern of the modules whose input several projections share (query, key, value):
-            their gradients are summed before the all-reduce.
-        time_major: pattern of the modules whose tensors are [T, B, …].
+        shared: pattern, anywhere in the name, of the modules whose input several projections share
+            (query, key, value): their gradients are summed before the all-reduce.
+        time_major: pattern of how the names begin of the modules whose tensors are [T, B, …].
     """
 
     parameters: Mapping[str, Axes]

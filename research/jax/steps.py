@@ -198,7 +198,10 @@ def with_dropout(
         return optax.apply_updates(params, updates), state, key, loss
 
     key = jax.eval_shape(lambda: jax.random.key(0))
-    return step, (params, jax.eval_shape(tx.init, params), key, inputs, labels), 3
+    state = jax.eval_shape(tx.init, params)
+    arguments = (params, state, key, inputs, labels)
+    donated = 3  # params, state and key
+    return step, arguments, donated
 
 
 def adamw(eps: float) -> optax.GradientTransformation:

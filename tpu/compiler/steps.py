@@ -78,7 +78,7 @@ def step(
     if micro_batches == 1:
         return Step(script.train_step, (state, batch, config, mesh), what, examples, unit)
 
-    totals = accumulate.gradient_buffers(state.model, sums, mesh)
+    totals = accumulate.allocate_gradients_and_totals(state.model, sums, mesh)
     return Step(
         function=accumulate.gradient_step,
         arguments=(script.forward, state, batch, totals, config, mesh),
@@ -116,7 +116,7 @@ def evaluation(train: Step, script: Any, micro_batches: int) -> Step:
     state, batch, config, mesh = train.arguments
     state.model.eval()
     if micro_batches > 1:
-        accumulate.gradient_buffers(state.model, (), mesh)
+        accumulate.allocate_gradients_and_totals(state.model, (), mesh)
     if script is transformer:  # not packed
         batch = {name: batch[name] for name in ("source", "previous", "target")}
     else:

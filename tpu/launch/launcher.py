@@ -382,11 +382,10 @@ class Launcher:
     def say_what_ctrl_c_does(self, attached: bool) -> None:
         """Says that the run is watched, and how it is stopped."""
         if attached:
-            looks_on = f"{self.make('logs')} only looks on"
-            say(f"attached; Ctrl-C stops {self.run} on all workers ({looks_on})")
+            logs = self.make("logs")
+            say(f"attached; Ctrl-C stops {self.run} on all workers ({logs} only looks on)")
         else:
-            count = self.workers.count
-            say(f"{self.run} runs on {count} workers; Ctrl-C stops it everywhere")
+            say(f"{self.run} runs on {self.workers.count} workers; Ctrl-C stops it everywhere")
 
     def finished(self, words: list[str]) -> None:
         """Says where the results are."""

@@ -8,8 +8,8 @@
 
 Gradient accumulation is for updates whose examples do not fit into the memory together. The numbers
 are those of all examples in one batch, within rounding; batch norm's are those of its
-micro-batches. So a loss is not averaged over what micro-batches have unequal numbers of, such as
-tokens:
+micro-batches. Where a loss is a mean over tokens, or over anything of which micro-batches have
+unequal numbers, `forward` does not divide it by the number of its own micro-batch:
 
 * One loss, over tokens for example: `forward` returns the sum of the loss and, under the name that
   `per` gives, the number of tokens. The update divides by the number of all its micro-batches.
@@ -58,8 +58,8 @@ class AccumulatedStep:
     mean of their gradients.
 
     Args:
-        forward: called as (state, batch, config, mesh); returns scalars, "loss" among them: means
-            over as many examples in each micro-batch, or sums.
+        forward: called as (state, batch, config, mesh); returns scalars, "loss" among them: sums,
+            or means over equally many examples in each micro-batch.
         update: called as (state, config); updates the parameters from their `grad` and returns
             further metrics.
         state: what both work on, with its `model`.
@@ -85,7 +85,7 @@ class AccumulatedStep:
         self._gradient_step = device.compiled(gradient_step, mesh, max_graphs)
         self._update_step = device.compiled(update_step, mesh)
         total_names = [*means, per] if per else [*means]
-        self._totals = gradient_buffers(state.model, total_names, mesh)
+        self._totals = allocate_gradients_and_totals(state.model, total_names, mesh)
 
     def __call__(
         self, state: Any, micro_batches: MicroBatches, config: Any, mesh: Mesh
@@ -136,9 +136,11 @@ def update_step(
     return means
 
 
-def gradient_buffers(model: nn.Module, total_names: Sequence[str], mesh: Mesh) -> dict[str, Tensor]:
-    """Allocates what micro-batches add to, all zero, on the device: the `grad` of every parameter
-    that is trained, and the totals of these names, which it returns.
+def allocate_gradients_and_totals(
+    model: nn.Module, total_names: Sequence[str], mesh: Mesh
+) -> dict[str, Tensor]:
+    """Allocates what micro-batches add to, all zero, on the device: sets the `grad` of every
+    parameter that is trained, and returns totals with these names.
 
     Change both in place, in compiled steps.
     """

@@ -60,7 +60,7 @@ class BatchPlan(Protocol):
 
     shapes: Sequence[tuple[int, ...]]  # (batch, length_1, …, length_k) of all batches there are
 
-    def __len__(self) -> int: ...
+    def __len__(self) -> int: ...  # batches of an epoch
 
     def steps(self, seed: int | None, start: int, stop: int) -> Iterator[tuple]: ...
 
@@ -91,7 +91,7 @@ def training_keys(
 
     Each epoch is a permutation by (seed, epoch), or the data set's own `order`; what does not fill
     a batch at its end is left out. `shuffle`: "batches" permutes whole batches, whose examples stay
-    neighbours.
+    neighbours. `loading.parallel_loader` refuses it for a data set that has its own `order`.
     """
     per_epoch = len(dataset) // batch_size
     own_order = getattr(dataset, "order", None)
@@ -159,6 +159,8 @@ class BatchMaker:
     """Makes collated batches of their keys, in a worker process: what DataLoader takes for a data
     set.
 
+    Each worker has a copy of it. The one in the main process opens what the workers send: `opened`.
+
     Args:
         masked: every batch gets a "mask" [batch] float32, 1 for examples and 0 for padding.
         collate: makes a dict of tensors [n, ...] from n examples or from the result of the data
@@ -200,6 +202,8 @@ class BatchMaker:
         if isinstance(sent, Refused):
             raise InputError(sent.sentence)
         if isinstance(sent, SharedBatch):
+            if sent.memory is not None:
+                self._memories[sent.worker] = sent.memory
             return self._views(sent)
         return sent
 
@@ -224,13 +228,14 @@ class BatchMaker:
             fields[key] = Field(end, end + size, first.dtype, (len(values), *first.shape))
             end += math.ceil(size / ALIGNMENT) * ALIGNMENT
 
-        memory = None
+        new_memory = None
         if worker.id not in self._memories or end > self._memories[worker.id].shape[1]:
             room = end + end // 4  # more than this batch needs: the next may be larger
-            memory = torch.empty(PREFETCH + 1, room, dtype=torch.uint8).share_memory_()
+            new_memory = torch.empty(PREFETCH + 1, room, dtype=torch.uint8).share_memory_()
+            self._memories[worker.id] = new_memory
         self._slot = (self._slot + 1) % (PREFETCH + 1)
 
-        shared = SharedBatch(worker.id, self._slot, fields, memory)
+        shared = SharedBatch(worker.id, self._slot, fields, new_memory)
         for key, tensor in self._views(shared).items():
             values = batch[key]
             if isinstance(values, Tensor):
@@ -240,9 +245,7 @@ class BatchMaker:
         return shared
 
     def _views(self, shared: SharedBatch) -> dict[str, Tensor]:
-        """Returns views of a worker's memory. Remembers the memory, which is sent only once."""
-        if shared.memory is not None:
-            self._memories[shared.worker] = shared.memory
+        """Returns the tensors of a batch, as views of its worker's memory."""
         slot = self._memories[shared.worker][shared.slot]
 
         tensors = {}

@@ -49,7 +49,8 @@ def to_host(values: dict[str, Any], layers: Any = None, is_needed: bool = True) 
     It waits for the steps that compute them.
 
     Args:
-        layers: of a mesh whose model is split. All hosts of a pod must then call this together.
+        layers: `Mesh.layers`, the sharding.Layers of a model that is split over devices. All hosts
+            of a pod must then call this together.
         is_needed: whether this host needs the values; else it gets {}.
     """
     tensors = {}
@@ -173,7 +174,8 @@ class Checkpointer(contextlib.AbstractContextManager):
         every: `keep` counts only checkpoints whose step is a multiple of it. Off-schedule ones,
             saved after an evaluation or by a signal, are deleted at the next save: which
             checkpoints train/transformer.py averages must not depend on when a run was stopped.
-        layers: of a mesh over which the state is split: no host then holds it twice.
+        layers: `Mesh.layers`, the sharding.Layers of a model that is split over devices. They copy,
+            pack and load its state so that no host holds it twice.
 
     Attributes:
         evaluation_follows: whether an evaluation of the restored state was to follow its save.
@@ -218,7 +220,8 @@ class Checkpointer(contextlib.AbstractContextManager):
     ) -> None:
         """Copies the state to the host and starts writing it in the background.
 
-        The training loop waits only for the copy.
+        The training loop waits for the save before this one, if it is still being written, and for
+        the copy.
 
         Args:
             evaluates: an evaluation of this state follows, whose metrics `add_metrics` adds.
@@ -320,8 +323,9 @@ class Checkpointer(contextlib.AbstractContextManager):
 
     def _delete_old(self, step: int) -> None:
         """Deletes checkpoints before `step` but for the last `keep`, torn ones as well."""
-        # `restore` has skipped any checkpoint of a later step as torn: its files do not match its
-        # COMPLETE. It must not push this one out.
+        # Later steps do not count. A checkpoint of one is torn, or `restore` would have taken it.
+        # It may have a COMPLETE all the same, which its files do not match, and so be among
+        # `complete_steps`. There it must not push out the one of `step`.
         regular = []
         for other in self.complete_steps():
             if other <= step and other % self.every == 0:

@@ -111,7 +111,9 @@ class Loader(AbstractContextManager, Iterator):
         data_loader: makes host batches, or micro-batches, in order; its data set is a BatchMaker.
         update_every: micro-batches of an update; None: it yields single batches.
         first: number of the first micro-batch, counted from 1 since the training began.
-        split, count_rows: see `parallel_loader`.
+        split: micro-batches that each batch is cut into. With `count_rows` all of them get the
+            counts of their batch.
+        count_rows: see `parallel_loader`.
     """
 
     def __init__(
@@ -145,7 +147,7 @@ class Loader(AbstractContextManager, Iterator):
         """Stops the thread and the worker processes."""
         self._thread.shutdown(cancel_futures=True)
         self._host_batches = None  # a DataLoader's workers end when its iterator does
-        self._maker = None
+        self._maker = None  # it holds the memory that the workers shared
 
     def __next__(self) -> "dict[str, Tensor] | MicroBatches":
         if self._update_every is None:
@@ -214,22 +216,23 @@ class Loader(AbstractContextManager, Iterator):
         return batch
 
     def _next_counted(self) -> dict[str, Tensor]:
-        """Returns the next micro-batch with the counts of its whole batch, so all of that has been
-        read.
+        """Returns the next micro-batch with the counts of its batch, for which all micro-batches of
+        the batch must have been read.
 
-        The first call reads a whole batch. Each later one reads one micro-batch for the one that it
-        returns, so that nobody waits for a whole batch again.
+        The first call reads a whole batch. Each later call reads one micro-batch and returns one,
+        so that nobody waits for a whole batch again: while the micro-batches of a batch are
+        returned, those of the next batch are read, all but its last one. The next call reads the
+        last one, and returns the first of that batch.
         """
         if self._counted:
-            # Of the next batch, which is then read up to its last micro-batch when this one ends.
-            self._read_one()
+            self._read_one()  # of the next batch, but never its last micro-batch
         while not self._counted:
-            # In the first call all of the first batch; later, of each batch the last micro-batch.
-            self._read_one()
+            self._read_one()  # the whole first batch; of a later one the last micro-batch
         return self._counted.popleft()
 
     def _read_one(self) -> None:
-        """Reads a micro-batch; with the last one of a batch, gives all of them their counts."""
+        """Reads a micro-batch; when it is the last one of its batch, gives the batch's counts to
+        all micro-batches of the batch."""
         try:
             micro_batch = self._next()
         except StopIteration:
@@ -244,6 +247,8 @@ class Loader(AbstractContextManager, Iterator):
 
         counts = [self._count_rows(micro_batch) for micro_batch in self._incomplete]
         for name in counts[0]:
+            # [n], not a number: it is sharded like the rows, so that its `.sum()` on the device
+            # adds up those of all hosts.
             total = torch.stack([each[name] for each in counts]).sum(0)
             for micro_batch in self._incomplete:
                 micro_batch[name] = total
@@ -265,6 +270,7 @@ class Loader(AbstractContextManager, Iterator):
         return error
 
     def _upload(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Uploads a batch's tensors to the mesh; a profile shows it as a span."""
         with hooks.span(hooks.UPLOAD):
             return {key: device.upload(tensor, self._mesh) for key, tensor in batch.items()}
 
@@ -345,11 +351,14 @@ def parallel_loader(
             batch is cut in k, which make one update. With split=1 and update_every=k an update
             takes k whole batches, such as those of a plan. All micro-batches from `start` to `stop`
             must make up whole updates.
-        count_rows: returns numbers [n] of the n rows of a micro-batch, by name. Each micro-batch of
-            a batch gets their sum over all of them, entry by entry, [n]: its `.sum()` is the count
-            of the whole batch, on every host, before the first micro-batch is trained on.
+        count_rows: counts something in each of the n rows of a micro-batch, such as tokens; returns
+            the counts [n] by name. The loader adds up the [n] of a batch's micro-batches, entry by
+            entry, and each of these micro-batches gets the sums [n] under the same names. The
+            `.sum()` of them on the device is the count of the whole batch of all hosts, which is so
+            known before its first micro-batch is trained on.
         shuffle: what an epoch permutes. "batches" keeps neighbours together: billions of rows are
-            then read in sequence, and the permutation itself stays small.
+            then read in sequence, and the permutation itself stays small. Not for a data set that
+            has its own `order`.
         collate: makes a dict of tensors [n, ...] from n examples or from the result of `batch`, in
             a worker process.
         workers: processes on this host; 0 loads in the upload thread, -1 takes one per core.
@@ -359,6 +368,11 @@ def parallel_loader(
     if is_plan and (shuffle != "examples" or not hasattr(dataset, "batch")):
         raise ValueError(
             "a plan has an order of its own, and needs a data set with `batch(indices, lengths)`"
+        )
+    if shuffle == "batches" and hasattr(dataset, "order"):
+        raise ValueError(
+            f"the data set {type(dataset).__name__} has an order of its own: "
+            "leave shuffle='batches' out"
         )
 
     if not train:

@@ -65,8 +65,8 @@ def ends_call(step: int, steps_per_call: int, total: int, single_steps: int = 0)
 
     Args:
         total: steps of the training.
-        single_steps: how many steps at the start of a training are a call each. In a warm-up the
-            learning rate changes with each step, and all steps of a call have one.
+        single_steps: how many steps at the start of a training are a call each. A warm-up needs
+            this: its learning rate changes with each step, and a call has one rate for all steps.
     """
     return step % steps_per_call == 0 or step == total or step <= single_steps
 

@@ -161,7 +161,9 @@ class Run:
         if self.resumed:
             self.folder.last_step = start
             if self._main:
-                for name, seconds in self._metrics.resume(start).items():
+                # Drops the lines of later steps from metrics.jsonl, too.
+                earlier_seconds = self._metrics.resume(start)
+                for name, seconds in earlier_seconds.items():
                     self._seconds[name] += seconds
             self.message(f"resuming after step {start}")
         self._find_evaluation(start)
@@ -218,6 +220,7 @@ class Run:
         """
         for watcher in self.watchers:
             watcher.step(step)
+
         # Asked in every step, on every host: the hosts answer together, and wait for each other.
         stop_requested = self._stop_requested()
         stop = stop_requested and step < self.total_steps
@@ -227,7 +230,9 @@ class Run:
                 self.checkpoints.save(step, *self._saved, evaluates)
             self._saved_step = step
         self.checkpoints.raise_failure()
+
         if stop:
+            # A pause that nothing ends: the process exits.
             for watcher in self.watchers:
                 watcher.pause("checkpoints")
             self.checkpoints.wait()
@@ -385,7 +390,11 @@ class Run:
             print(text, flush=True)
 
     def finish(self, metrics: dict[str, float]) -> None:
-        """Ends the run: writes summary.json with the final metrics, prints the table, uploads."""
+        """Ends the run: writes summary.json with the final metrics, prints the table, uploads.
+
+        Call it at the end of `training`, inside, after `checkpoints.wait()`: of a run that is
+        finished the last checkpoint must be on disk.
+        """
         if self._closed:
             raise RuntimeError(
                 "finish() after close(): the run's folder is no longer this process's"

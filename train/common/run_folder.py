@@ -147,7 +147,7 @@ class RunFolder:
     def open(self, devices: dict[str, Any]) -> None:
         """Creates and locks the folder, and adds this start to its config.json."""
         self.local = self.path
-        with self.writing(""):
+        with self.writing(""):  # an OSError becomes an InputError that names `local`
             if self.remote:
                 self.local = tempfile.mkdtemp(prefix=f"{self.name}-")
             else:
@@ -164,7 +164,9 @@ class RunFolder:
         """Locks the folder for this process; InputError where another one has it."""
         # A start that failed may hold the lock: a notebook's last traceback keeps its objects
         # alive.
-        _LOCKS.get(self.local, self._lock).close()
+        earlier_lock = _LOCKS.get(self.local)
+        if earlier_lock is not None:
+            earlier_lock.close()
         _LOCKS[self.local] = self._lock
 
         path = os.path.join(self.local, ".lock")
@@ -281,7 +283,10 @@ def _as_stored(config: Any) -> dict[str, Any]:
 
 
 def to_json(content: Any, indent: int | None = None) -> bytes:
-    """Returns JSON without NaN and infinity; what JSON does not know becomes its string."""
+    """Returns JSON; what JSON does not know becomes its string.
+
+    Raises ValueError for NaN and infinity, which JSON does not have.
+    """
     return json.dumps(content, indent=indent, allow_nan=False, default=str).encode()
 
 

@@ -34,8 +34,8 @@ class Copied(TableArray):
         first_rows = np.cumsum([0, *self.sizes])
         return first_rows[:-1].tolist(), int(first_rows[-1])
 
-    def _array_rows(self, stored: Tensor) -> Tensor:
-        return stored
+    def _array_rows(self, tensor_rows: Tensor) -> Tensor:
+        return tensor_rows
 
     def held_rows(self, index: int, part: int) -> HeldRows:
         run = TableRun(first=0)

@@ -13,6 +13,8 @@ Every device of a group is an owner. Shapes are static, so capacities are planne
 all distinct and fall on owners at random (`owner_of`), from the tail of the Poisson distribution.
 An id that finds no slot reads zeros and is not trained. It is counted, and `check_load` ends the
 run before anything is saved: a run is exact, or it stops.
+
+plan.py says what array rows and device rows are, owners.py which device has which array row.
 """
 
 import math
@@ -94,8 +96,8 @@ class Exchanged(TableArray):
             device_row += math.ceil(rows / self.group_size)
         return start, device_row
 
-    def _array_rows(self, stored: Tensor) -> Tensor:
-        owner, device_row = divide(stored, self.device_rows)
+    def _array_rows(self, tensor_rows: Tensor) -> Tensor:
+        owner, device_row = divide(tensor_rows, self.device_rows)
         return array_row_of(owner, device_row, self.group_size)
 
     def held_rows(self, index: int, part: int) -> HeldRows:
@@ -151,7 +153,8 @@ class Exchanged(TableArray):
         """Returns the capacity: the slots that a device with so many ids has at each owner."""
         pairs = self.devices.mesh.num_devices * self.group_size
         most = min(ids, self.used_rows)
-        return planned_capacity(ids / self.group_size, pairs, self.room[0], most)
+        pair_room, _ = self.room
+        return planned_capacity(ids / self.group_size, pairs, pair_room, most)
 
     def _assign_slots(self, array_rows: Tensor, capacity: int) -> tuple[Tensor, Tensor, SlotLoad]:
         """Gives each distinct row that this device's ids name a slot at its owner.
@@ -281,7 +284,8 @@ class Exchanged(TableArray):
         """
         ids = sum(route.slots.numel() for route in kept_by_pass) * self.devices.copies
         most = min(received, self.used_rows)
-        return planned_capacity(ids, self.group_size, self.room[1], most)
+        _, update_room = self.room
+        return planned_capacity(ids, self.group_size, update_room, most)
 
     def _send_gradient(self, route: Route, gradient: Tensor) -> Tensor:
         """Sends the gradient of pooled rows [batch, tables, dim] to the owners, equal ids added up.
@@ -410,8 +414,8 @@ def check_load(load: Sequence[float], room: tuple[float, float]) -> None:
     if update_load > 1:
         update_room = _enough_room(update_room, update_load)
     if pair_load > 1:
-        # An id without a slot is not among the updates, so their load is too low to plan with:
-        # at least the factor that is planned for all ids.
+        # An id without a slot is not among the updates, so their load is too low to plan with. A
+        # factor of 1 is the plan for all ids.
         update_room = max(update_room, 1.0)
     raise InputError(
         f"{dropped:,.0f} ids found no slot in the exchange of embeddings: the fullest pair of "

@@ -94,9 +94,10 @@ def copy_pieces(embeddings: Any) -> dict[str, Tensor]:
     pieces = {}
     for saved in _saved_tensors(embeddings):
         local_parts = embeddings.devices.local_parts(saved.tensor)
+        # Copies, as that of `step_count` is: they are written while training goes on.
         values = embeddings.devices.read_parts(saved.tensor)
         for value, part in zip(values, local_parts, strict=True):
-            if part.copy != 0:
+            if part.copy != 0:  # another device has the same part, and saves it
                 continue
             rows = by_row(value, saved.array.dim)
             for index, table_index in enumerate(saved.array.table_indices):
@@ -105,7 +106,7 @@ def copy_pieces(embeddings: Any) -> dict[str, Tensor]:
                     table = embeddings.tables[table_index]
                     pieces[f"{table.name}/{saved.name}/{held.run}/0"] = held.select(rows)
     if embeddings.mesh.main_process:
-        pieces[STEP] = embeddings.step_count.to("cpu", copy=True)  # written while training goes on
+        pieces[STEP] = embeddings.step_count.to("cpu", copy=True)
     return pieces
 
 
@@ -175,7 +176,7 @@ def _group_keys(embeddings: Any, shapes: Shapes) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     for key in shapes:
         if key != STEP:
-            table_and_name = key.rsplit("/", 2)[0]
+            table_and_name = key.rsplit("/", 2)[0]  # neither has a "/" of its own
             found.setdefault(table_and_name, []).append(key)
 
     if expected != found.keys() or STEP not in shapes:
@@ -198,7 +199,8 @@ def _piece(key: str, shape: Sequence[int], whole: list[int], dim: int) -> Piece:
     rows, *rest = shape
     columns = rest[0] if rest else 1
 
-    last_table_row = int(run.table_rows(rows - 1, rows))  # the largest: those of a run increase
+    # The last row of the run has the largest table row: they increase.
+    last_table_row = int(run.table_rows(begin=rows - 1, end=rows))
     is_outside = last_table_row >= whole[0] or first_column + columns > dim
     if is_outside or len(shape) != len(whole):
         raise InputError(f"its {key} has the shape {list(shape)}, which is no part of {whole}")
@@ -237,7 +239,7 @@ def _fill_from(piece: Piece, targets: Sequence[Target], read: Callable[[str], Te
             continue
 
         end_column = piece.first_column + piece.columns
-        own_columns = target.values[:, piece.first_column : end_column]
+        values_of_columns = target.values[:, piece.first_column : end_column]
         for begin in range(0, piece.rows, CHUNK):
             table_rows = piece.run.table_rows(begin, min(begin + CHUNK, piece.rows))
             in_chunk, in_target = target.run.find(table_rows, target_rows)
@@ -245,6 +247,6 @@ def _fill_from(piece: Piece, targets: Sequence[Target], read: Callable[[str], Te
                 continue
             if values is None:
                 values = read(piece.key).reshape(piece.rows, piece.columns)
-            own_columns[in_target] = values[begin : begin + CHUNK][in_chunk]
+            values_of_columns[in_target] = values[begin : begin + CHUNK][in_chunk]
             filled += len(in_chunk) * piece.columns
     return filled

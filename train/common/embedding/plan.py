@@ -35,7 +35,7 @@ from train.common.embedding.devices import TableDevices
 from train.common.embedding.hashing import hash32, shift_right
 from train.common.embedding.optimizers import Optimizer
 from train.common.embedding.owners import TableRun
-from train.common.embedding.rows import LANES, rows_in_a_line
+from train.common.embedding.rows import LANES, LAST, rows_in_a_line
 from train.common.embedding.tables import Table
 
 TILE_LINES = 8  # lines of a TPU's tile
@@ -66,15 +66,17 @@ def _rows_with_own_size(rows: int, bytes_per_row: int, owner: object, pack: int 
 
 @dataclass(frozen=True)
 class SlotLoad:
-    """The load of the slots of a lookup or of an update: demand / capacity, see exchange.py.
+    """What a lookup or an update asks of the slots of a device, see exchange.py.
 
-    Above 1 some were dropped. All are [1] on each device.
+    All are [1] on each device. `pair` and `update` are demand / capacity: above 1 some were
+    dropped.
 
     Attributes:
-        dropped: distinct ids, or rows to update, that found no slot.
-        pair: slots that this device's ids need at the owner that they load most / slots that it has
-            there; 0: not known.
-        update: rows to update on this device / rows that a step has room for; 0: not known.
+        dropped: how many distinct ids, or rows to update, found no slot.
+        pair: of a lookup. A device has equally many slots at each owner: the most that its ids need
+            at one owner, divided by these; 0 of an update.
+        update: of an update. Rows to update on this device, divided by those that a step has room
+            for; 0 of a lookup.
     """
 
     dropped: Tensor
@@ -107,9 +109,9 @@ class TableArray(abc.ABC):
     Attributes:
         name: of the plan, as `Table.plan` has it.
         may_drop: whether ids can be left without a slot, so that a run must check the load.
-        table_indices: which tables these are, among all tables, in the order of the array.
+        table_indices: which tables these are, among all tables; they increase.
         sizes: rows of each table.
-        lookups: columns of ids of each table.
+        lookups: how many columns of ids each table has, see Table.
         column_indices: which columns of ids these are, among the columns of all tables.
         start: the first array row of each table.
         device_rows: rows that a device has memory for.
@@ -122,7 +124,7 @@ class TableArray(abc.ABC):
         weight: the array [lines, width].
         states: those of the optimizer, cut as `state_specs` say.
         offsets: on the devices, for each column of ids the `start` of its table.
-        positions: `table_indices` on the devices.
+        positions: `table_indices` on the devices: bags.py picks the tables' gradients by it.
         device_indices: on each device its index in its group, for `TableDevices.load_parts`.
     """
 
@@ -164,8 +166,8 @@ class TableArray(abc.ABC):
         self.start, self.used_rows = self._lay_out()
         self.device_rows = _rows_with_own_size(self.used_rows, 4 * dim, self, self.pack)
         self.rows = self.device_rows * self.part_count
-        # Its keys in exchange.py are at most rows + group_size - 1, which must be less than LAST.
-        if self.rows + self.group_size >= 2**31:
+        largest_key = self.rows + self.group_size - 1  # in the sorts of exchange.py
+        if largest_key >= LAST:
             raise InputError(
                 f"tables of plan {self.name!r} have {self.rows:,} rows together; ids have 32 bits"
             )
@@ -196,11 +198,14 @@ class TableArray(abc.ABC):
         uses."""
 
     @abc.abstractmethod
-    def _array_rows(self, stored: Tensor) -> Tensor:
+    def _array_rows(self, tensor_rows: Tensor) -> Tensor:
         """Returns the array row of each row of the array's tensor.
 
+        That of a row which no table has is outside of all tables.
+
         Args:
-            stored: [rows]: device index * device_rows + device row.
+            tensor_rows: [rows] the rows' numbers in the tensor, where one device's follow the
+                other's: device index * device_rows + device row.
         """
 
     @abc.abstractmethod
@@ -244,15 +249,20 @@ class TableArray(abc.ABC):
         """Updates the rows of several lookups at once, each row once.
 
         Args:
-            kept_by_pass: of each lookup, what it has returned beside its sums.
+            kept_by_pass: of each forward pass since the last update, what its lookup has returned
+                beside its sums.
             grads: the gradient of each lookup's sums, [batch, tables of the array, dim].
             step: 1-based number of this update.
         Returns:
-            The loads of the slots.
+            The loads of the lookups and of the update; [] for a plan without slots.
         """
 
     def slot_loads(self, kept: Any) -> list[SlotLoad]:
-        """Returns the loads of a lookup's slots, given what it has returned beside its sums."""
+        """Returns the load of a lookup's slots in a list; [] for a plan without slots.
+
+        Args:
+            kept: what the lookup has returned beside its sums.
+        """
         return []
 
     # ---- what all plans have
@@ -325,11 +335,11 @@ class TableArray(abc.ABC):
         Args:
             values: [batch, columns of all tables].
         """
-        columns = self.column_indices
+        columns = self.column_indices  # they increase, as `table_indices` do
         if len(columns) == values.shape[1]:
             return values
 
-        # Consecutive columns are cut out together.
+        # Consecutive columns are cut out together: slices in place of a gather.
         begins = [0]
         for i in range(1, len(columns)):
             if columns[i] != columns[i - 1] + 1:
@@ -351,8 +361,9 @@ class TableArray(abc.ABC):
         """Updates device rows of the weight and of the states, in a region.
 
         Args:
-            rows: [n] device rows, as optimizers.py has them.
-            g: [n, dim] the gradient of each.
+            rows: [n] device rows: distinct where touched is 1, and 0 where it is 0. Without states
+                in the optimizer they may repeat.
+            g: [n, dim] the gradient of each, 0 where touched is 0.
             touched: [n, 1] float32; 0: the row stays as it is.
         """
         weight, *states = self._enter_tensors()

@@ -59,12 +59,12 @@ def add_rows(array: Tensor, rows: Tensor | None, delta: Tensor) -> Tensor:
     Args:
         array, rows: as `take_rows` has them.
     Returns:
-        Where PyTorch runs operation by operation, the array itself, changed in place: a copy of a
-        table would cost more than the step. Otherwise a new tensor.
+        A new tensor. But where PyTorch runs operation by operation and `rows` are given, it is the
+        array itself, changed in place: a copy of a table would cost more than the step.
     """
     if rows is None:
         return array + delta
-    if array.device.type in IN_PLACE_DEVICES:
+    if array.device.type in IN_PLACE_DEVICES:  # a line is a row there
         return array.index_add_(0, rows, delta)
     one_row_a_line = array.dim() == 1 or array.shape[1] == delta.shape[1]
     if one_row_a_line:
@@ -149,7 +149,7 @@ def sum_equal_rows(rows: Tensor, g: Tensor, unused: int) -> tuple[Tensor, Tensor
     Args:
         rows: [n] device rows, with repetitions.
         g: [n, dim] the gradient of each.
-        unused: fills the result where there are fewer than n distinct rows.
+        unused: fills the result where there are fewer than n distinct rows; any number.
     Returns:
         The distinct rows [n], in order, then `unused`; their sums [n, dim], then zeros.
     """

@@ -178,6 +178,7 @@ def read_table(folder: str, name: str) -> Tensor:
     for key in keys:
         piece_rows, piece_columns = index[key].shape
         table_rows[key] = TableRun.of_piece(key).table_rows(0, piece_rows)
+        # "<table>/weight/<run>/<first column>", see pieces.py.
         first_columns[key] = int(key.rsplit("/", 1)[1])
         rows = max(rows, int(table_rows[key][-1]) + 1)
         dim = max(dim, first_columns[key] + piece_columns)

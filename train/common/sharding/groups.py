@@ -72,7 +72,7 @@ def _own_sizes(mesh: Mesh) -> dict[str, int]:
     return sizes
 
 
-class Linear(torch.autograd.Function):
+class LinearMap(torch.autograd.Function):
     """Applies a linear function to a tensor, and the function's transpose to the gradient."""
 
     @staticmethod
@@ -86,11 +86,11 @@ class Linear(torch.autograd.Function):
         return ctx.transposed(gradient), None, None
 
 
-class Entered(Linear):
+class Entered(LinearMap):
     """Makes shards of a whole tensor."""
 
 
-class Left(Linear):
+class Left(LinearMap):
     """Makes a whole tensor of shards."""
 
 
@@ -123,19 +123,22 @@ def _check_sources(results: Sequence[Tensor]) -> None:
 def _reach_outside(results: Sequence[Tensor]) -> bool:
     """Returns whether the graph of results goes back to a whole tensor other than by `Entered`."""
     for result in results:
-        is_leaf = result.grad_fn is None
-        if result.requires_grad and is_leaf:
+        if result.requires_grad and result.grad_fn is None:
             return True  # the result is itself such a tensor
 
+    # Autograd's names of their nodes.
+    entered = f"{Entered.__name__}Backward"
+    left = f"{Left.__name__}Backward"
     to_visit = [result.grad_fn for result in results]
     seen = {None}  # nothing is before an operation's input without a gradient
     while to_visit:
         node = to_visit.pop()
-        if node in seen or node.name() == f"{Entered.__name__}Backward":
+        if node in seen or node.name() == entered:
             continue
 
         is_leaf = hasattr(node, "variable")
-        if is_leaf or node.name() == f"{Left.__name__}Backward":
+        makes_whole = node.name() == left
+        if is_leaf or makes_whole:
             return True
         seen.add(node)
         for previous, _ in node.next_functions:
@@ -222,7 +225,7 @@ def group_sum(x: Tensor, mesh: Axes, axis: str) -> Tensor:
     def all_reduce(x: Tensor) -> Tensor:
         return mesh.regions.all_reduce(x, (axis,))
 
-    return Linear.apply(x, all_reduce, all_reduce)
+    return LinearMap.apply(x, all_reduce, all_reduce)
 
 
 def group_mean(x: Tensor, mesh: Axes, axis: str) -> Tensor:
@@ -234,7 +237,7 @@ def all_gather(x: Tensor, mesh: Axes, axis: str) -> Tensor:
     """Returns the shards [n, …] along `axis` one after the other, [devices * n, …], to each."""
     if _devices(mesh, axis) == 1:
         return x
-    return Linear.apply(x, *_gather_and_scatter(mesh, axis))
+    return LinearMap.apply(x, *_gather_and_scatter(mesh, axis))
 
 
 def reduce_scatter(x: Tensor, mesh: Axes, axis: str) -> Tensor:
@@ -242,7 +245,7 @@ def reduce_scatter(x: Tensor, mesh: Axes, axis: str) -> Tensor:
     if _divided(x, mesh, axis) == 1:
         return x
     gather, scatter = _gather_and_scatter(mesh, axis)
-    return Linear.apply(x, scatter, gather)
+    return LinearMap.apply(x, scatter, gather)
 
 
 def _gather_and_scatter(mesh: Axes, axis: str) -> tuple[Callable, Callable]:
@@ -268,7 +271,7 @@ def all_to_all(x: Tensor, mesh: Axes, axis: str) -> Tensor:
     def exchange(x: Tensor) -> Tensor:
         return mesh.regions.all_to_all(x, axis)
 
-    return Linear.apply(x, exchange, exchange)
+    return LinearMap.apply(x, exchange, exchange)
 
 
 def _devices(mesh: Axes, axis: str) -> int:

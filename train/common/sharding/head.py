@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from train.common.sharding.groups import Axes, Entered, Linear, per_device
+from train.common.sharding.groups import Axes, Entered, LinearMap, per_device
 
 # Rows per device of a reduce-scatter are a multiple of this. Otherwise libtpu adds rows itself, and
 # exchanges all once more.
@@ -96,10 +96,12 @@ class _Weight:
                 local_gradient, local_ids, embedding.num_embeddings, padding, False
             )
 
+        # The rows are those of the weight itself. `local`, which may have autocast's type, only
+        # gets the gradient.
         def find_rows(_: Tensor) -> Tensor:
             return F.embedding(ids, embedding.weight)
 
-        return Linear.apply(local, find_rows, sum_rows)
+        return LinearMap.apply(local, find_rows, sum_rows)
 
     def predict(self, head: nn.Linear, x: Tensor) -> Tensor:
         """Returns the head's scores [B, …, words] of x [B, …, width]."""
@@ -108,7 +110,7 @@ class _Weight:
 
         # The class's forward pass with the local weight; the bias is added after the region.
         local_head = SimpleNamespace(weight=self._local(), bias=None)
-        self._forget()
+        self._forget()  # the head ends a forward pass, and the next pass gets a copy of its own
 
         def product(x: Tensor) -> Tensor:
             return type(head).forward(local_head, x)

@@ -25,13 +25,23 @@ from train.common.sharding.head import ROW_MULTIPLE, reduce_scatter_gradient
 
 
 class Rules(Protocol):
-    """What models/partition.py says of a model."""
+    """What models/partition.py says of a model.
 
-    parameters: Mapping[str, Spec]  # by a pattern of how the parameter's name ends
-    layers: tuple[str, ...]  # names of the lists of layers
-    heads: int  # attention heads
-    shared: str  # pattern of the names of modules whose input is multiplied by several weights
-    time_major: str  # pattern of the names of modules whose tensors are [T, B, …], not [B, T, …]
+    Attributes:
+        parameters: by a pattern of how a parameter's name ends, at a dot.
+        layers: names of the lists of layers.
+        heads: attention heads.
+        shared: pattern of modules whose input is multiplied by several weights; anywhere in the
+            name.
+        time_major: pattern of how the names begin of modules whose tensors are [T, B, …], not
+            [B, T, …].
+    """
+
+    parameters: Mapping[str, Spec]
+    layers: tuple[str, ...]
+    heads: int
+    shared: str
+    time_major: str
 
 
 NO_RULES = SimpleNamespace(parameters={}, layers=(), heads=1, shared="", time_major="")
@@ -56,16 +66,17 @@ class ParameterSpecs:
 
 @dataclass(frozen=True)
 class Layers:
-    """How a model's layers are split over a mesh, and kept so: `Mesh.layers` where a Layout asks.
+    """How a model's layers are split over a mesh, and kept so.
 
-    device.py and checkpoint.py hand over to it.
+    It is `Mesh.layers` where a Layout asks for something. device.py and checkpoint.py hand over to
+    it.
     """
 
     layout: Layout
     axes: dict[str, int]  # devices by axis
     spmd: Any  # torch_xla's mesh, with these axes if something is split; None on plain PyTorch
 
-    # Of whole tensors on a host, for checkpoint.py.
+    # For checkpoint.py: whole tensors to a host, into the bytes of a file, and out of a file.
     to_host = staticmethod(gather.to_host)
     pack = staticmethod(gather.pack)
     load = staticmethod(gather.load)
@@ -241,6 +252,8 @@ def _pin_layers(
 
     reduce_scattered: set[nn.Parameter] = set()
     for name, module in model.named_modules():
+        # Before `_pin_activations`: hooks run in the order in which they are registered, and the
+        # result that is pinned must be [T, B, …] again after `look_up_batch_first`.
         _pin_module(module, name, layers, rules)
         if _is_plain_embedding(module):
             weight = module.weight
@@ -254,13 +267,13 @@ def _pin_layers(
     for parameter in specs:
         if parameter.requires_grad:
             placement = parameter.state_placement
-            summed = parameter in reduce_scattered
-            pin_sharding.pin_gradient(parameter, placement.spmd, placement.spec, summed)
+            is_summed_already = parameter in reduce_scattered
+            pin_sharding.pin_gradient(parameter, placement.spmd, placement.spec, is_summed_already)
 
 
 def _is_time_major(name: str, rules: Rules) -> bool:
     """Returns whether the tensors of a module with this name are [T, B, …], not [B, T, …]."""
-    return bool(rules.time_major and re.match(rules.time_major, name))
+    return bool(rules.time_major and re.match(rules.time_major, name))  # at the name's start
 
 
 def _batch_split(name: str, layers: Layers, rules: Rules) -> Any:
@@ -277,7 +290,7 @@ def _batch_split(name: str, layers: Layers, rules: Rules) -> Any:
 def _pin_module(module: nn.Module, name: str, layers: Layers, rules: Rules) -> None:
     """Pins an input that several of a module's weights share, and the tensors that it constrains.
 
-    Embeddings of [T, B] ids look them up as [B, T].
+    Makes an embedding look up time-major ids as [B, T], where a device's own are consecutive.
     """
     from train.common.xla import pin_sharding
 
@@ -357,7 +370,11 @@ def _recomputing_forward(layer: nn.Module) -> Callable:
 
 
 def _annotate_state(optimizer: torch.optim.Optimizer, mesh: Mesh) -> None:
-    """Annotates an optimizer's parameters and their state again, each with its own placement."""
+    """Annotates an optimizer's parameters and their state again.
+
+    Each has its `placement`: a parameter from `Layers.arrange`, its state from
+    `device.init_optimizer_state`.
+    """
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             for tensor in (parameter, *optimizer.state[parameter].values()):

@@ -162,11 +162,12 @@ class Stall(Watcher):
         if calls != self._calls:
             self._calls = calls
             self._seen_at = time.monotonic()
+
         silent = time.monotonic() - self._seen_at
         if silent <= self.limit() or self._over.is_set():
             return
         if device.compiling_since() is not None:
-            self._seen_at = time.monotonic()
+            self._seen_at = time.monotonic()  # a compilation is no stall
         else:
             self._end(silent)
 

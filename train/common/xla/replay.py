@@ -8,6 +8,9 @@ these the program replaces, and what the step returns. A `Program` then starts i
 these tensors are now. Both rest on what torch_xla's own bridge to torch.compile uses
 (_dynamo/dynamo_bridge.py).
 
+backend.CompiledStep traces the first two calls with the same shapes and numbers. Only where both
+traces give the same program (`Program.same_as`) do later calls start it without a trace.
+
     Arguments   the tensors that a call is given, and all else that its trace may depend on
     Source      where one input of a program comes from in each call
     Leaf        where one leaf of a step's result comes from in each call
@@ -155,7 +158,7 @@ class Arguments:
         * Parameters are added before.
         * A learning rate that is a Python number becomes an input of the program.
         * A count of steps on the host changes in every call. A step that computes with it makes
-          another constant in its second trace, which `Program.same_as` finds.
+          another constant in the trace of its second call, which `Program.same_as` finds.
         """
         for key, value in values.items():
             is_tensor = isinstance(value, Tensor)
@@ -249,7 +252,7 @@ class Program:
 
         # One graph has one number of inputs, and so one of constants.
         for our_constant, their_constant in zip(self.constants, other.constants, strict=True):
-            # Equal, as NaN and NaN are.
+            # By value: NaN equals NaN, and -0.0 equals 0.0.
             equal = torch.isclose(our_constant, their_constant, rtol=0, atol=0, equal_nan=True)
             if not equal.all():
                 return False
@@ -293,7 +296,7 @@ class Program:
         return tensors
 
     def _replace_updated(self, arguments: Arguments, outputs: list[Tensor]) -> None:
-        """Makes the updated arguments' tensors point to the first outputs, without a copy.
+        """Makes the updated arguments' tensors point to the data of the first outputs.
 
         This happens below PyTorch's functionalization, so that all views and detached copies of
         them see the update, too.
@@ -304,6 +307,7 @@ class Program:
             old_tensors.append(torch._from_functional_tensor(arguments.tensors[index]))
             new_tensors.append(torch._from_functional_tensor(output))
         if old_tensors:
+            # No bytes are copied: on one device torch_xla's copy_ only hands the data over.
             torch._foreach_copy_(old_tensors, new_tensors)
 
     def _result(self, arguments: Arguments, outputs: list[Tensor]) -> Any:
@@ -432,8 +436,8 @@ class Trace:
     def _updated(self) -> list[int]:
         """Returns the indices of the arguments' tensors that the step updates.
 
-        A tensor that is changed in place is pending: still to be computed. Other operations give it
-        a new id.
+        A tensor that is changed in place is pending: still to be computed. One that gets the data
+        of another (`tensor.data = other`) has a new id, and may have nothing to compute.
         """
         tensors = self.arguments.tensors
         pending = _XLAC._check_tensor_need_materialization(tensors)

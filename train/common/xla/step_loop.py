@@ -231,7 +231,10 @@ class StepLoop:
 
 
 def _named_fields(batch: Mapping[str, Tensor]) -> Tensors:
-    """Returns a batch by its names in the loop, which no field shares with "round" or "running"."""
+    """Returns a batch with "batch " before the names of its fields.
+
+    So a field named "round" is not taken for the loop's own number of the round.
+    """
     return {f"batch {field}": tensor for field, tensor in batch.items()}
 
 
