@@ -36,7 +36,7 @@ HELD_OUT = 10  # one in so many examples is held out
 LISTED = 10  # names that a message lists
 
 # Where rows stand, for messages: a name, such as the file's, to which the row is added; or a
-# function that returns the place of a 0-based row, such as "reviews.csv line 7", and of all for None.
+# function that returns the place of a 0-based row, such as "reviews.csv line 7"; for None, of all.
 Where = str | Callable[[int | None], str]
 
 
