@@ -24,7 +24,7 @@ from train import glue
 from train.common.run import Run
 
 STARS = Columns(("review",), "stars")
-FILLERS = "the a film plot cast was with and of it this scene".split()
+FILLERS = ["the", "a", "film", "plot", "cast", "was", "with", "and", "of", "it", "this", "scene"]
 WORDS = {"1": "dreadful", "3": "decent", "5": "superb"}  # the word that says how many stars
 
 
@@ -543,4 +543,4 @@ def test_a_head_for_classes_is_no_head_for_labels(run):
     settings, _, source = glue._open_encoder(data, None)
     found = classification.classifier(settings, ("1", "3", "5"), source, (), "multilabel")
     assert "a head for single_label_classification" in found.head.why_new
-    assert targets.OBJECTIVES == tuple(classification.PROBLEM_TYPES)
+    assert tuple(classification.PROBLEM_TYPES) == targets.OBJECTIVES
