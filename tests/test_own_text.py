@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import transformers
 from helpers import equal, exported, losses, records
-from run_make import make
+from run_make import ROOT, make
 from scipy import special
 from sklearn import metrics as reference
 
@@ -21,6 +21,7 @@ from data.own_text import Columns
 from errors import InputError
 from models import classification
 from train import glue
+from train.common import cli
 from train.common.run import Run
 
 STARS = Columns(("review",), "stars")
@@ -299,13 +300,42 @@ def test_new_weights_have_a_recipe_of_their_own():
     assert glue.validate(glue.Config(data="x/y")).task == "mrpc"
 
 
-def test_make_hands_the_columns_over():
-    arguments = ["MODEL=bert", "DATA=reviews.csv", "ARGS=--text review --label stars"]
-    line = make("-n", "train", *arguments).stdout.splitlines()[-1]
-    words = shlex.split(line)
-    start = words.index("full")
-    expected = "full --model bert --data reviews.csv --text review --label stars"
-    assert words[start:] == expected.split()
+def commands_of_the_page() -> list[str]:
+    """Returns the commands of docs/data.md on own sentences."""
+    text = (ROOT / "docs/data.md").read_text()
+    section = text.split("## Your own sentences\n")[1].split("\n## ")[0]
+    lines = [line.partition("#")[0].strip() for line in section.splitlines()]
+    return [line for line in lines if line.startswith("make train")]
+
+
+def write_data_of_the_page(folder: Path) -> None:
+    """Writes the data that these commands name."""
+    write_csv(folder / "reviews.csv", reviews(30))
+    columns = {"first": "question", "second": "answer", "answer": "relevant"}
+    renamed = [{columns[name]: value for name, value in row.items()} for row in pairs(20)]
+    write_csv(folder / "data/pairs/train.csv", renamed)
+    tickets = [{"subject": text, "topics": "food,service"} for text in sentences(20)]
+    lines = "".join(json.dumps(ticket) + "\n" for ticket in tickets)
+    (folder / "tickets.jsonl").write_text(lines)
+    essays = [{"essay": text, "score": index / 2} for index, text in enumerate(sentences(20))]
+    datasets.Dataset.from_list(essays).to_parquet(folder / "essays.parquet")
+
+
+@pytest.mark.parametrize("command", commands_of_the_page())
+def test_a_command_of_the_page_opens_its_data(command, tmp_path, cache):
+    write_data_of_the_page(tmp_path)
+    words = shlex.split(command)
+    line = make("-n", *words[1:]).stdout.splitlines()[-1]
+    arguments = shlex.split(line.partition(" -m train.glue ")[2])
+
+    config = glue.validate(cli.parse(glue.PRESETS, "train.glue", arguments))
+
+    assert config.text
+    columns = Columns(config.text, config.label, config.objective, config.separator)
+    opened = own_text.open_splits(str(tmp_path / config.data.lstrip("/")), columns)
+    count = len(opened.train) + len(opened.eval["validation"])
+    assert count == (30 if "reviews.csv" in command else 20)
+    assert arguments[0] == "full"
 
 
 # ---- runs ----------------------------------------------------------------------------------------
