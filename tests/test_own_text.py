@@ -283,12 +283,13 @@ def test_folders_that_cannot_be_read_are_refused(tmp_path):
 )
 def test_flags_that_do_not_fit_are_refused(flags, message, refused, tmp_path):
     path = write_csv(tmp_path / "reviews.csv", reviews(6))
-    refused(glue, flags.replace("FILE", str(path)), message)
+    refused(glue, f"{flags.replace('FILE', str(path))} --precision float32", message)
 
 
 def test_what_is_not_glue_gets_the_advice(refused, tmp_path):
     write_csv(tmp_path / "train.tsv", reviews(6), "\t")
-    refused(glue, f"full --data {tmp_path}", "expected .* as in GLUE's MRPC; .* --text and --label")
+    flags = f"full --data {tmp_path} --precision float32"
+    refused(glue, flags, "expected .* as in GLUE's MRPC; .* --text and --label")
 
 
 def test_new_weights_have_a_recipe_of_their_own():
