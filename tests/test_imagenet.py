@@ -396,7 +396,6 @@ def test_skipping_ends_where_all_is_broken_or_unreadable(tree):
     ("split", "removed", "added", "message"),
     [
         ("train", "train", None, "tree has no train/ folder; expected .*found val"),
-        ("eval", "val", None, "no folder to evaluate on; expected one of val, validation, test"),
         ("train", "train", "train/.hidden/1.jpg", "tree/train has no class folders"),
         ("train", "train", "train/1.jpg", "tree/train has images but no class folders"),
         ("train", None, "train/eel/.1.jpg", "tree/train/eel has no images"),
