@@ -247,6 +247,7 @@ def test_a_trees_files_and_order_are_torchvisions_without_hidden(tmp_path):
     (train / "d").symlink_to(tmp_path / "elsewhere")  # a class
     (train / "A/more").symlink_to(tmp_path / "elsewhere")  # a folder below one
     reference = torchvision.datasets.ImageFolder(train)
+    (tmp_path / "val").mkdir()  # or a tenth of the training images would be held out
     (train / ".ipynb_checkpoints").mkdir()
     (train / "b/._1.jpg").write_bytes(b"what macOS leaves beside 1.jpg")
 
