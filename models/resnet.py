@@ -287,6 +287,12 @@ class Normalize(nn.Module):
         return (images - self.mean) / self.std
 
 
+def compute_logits(model: nn.Module, normalize: nn.Module, images: Tensor) -> Tensor:
+    """Returns logits [B, outputs], float32, of uint8 images [B, H, W, 3]."""
+    logits = model(normalize(images))
+    return logits.float()
+
+
 def load_weights(
     model: ResNet, weights: dict[str, Tensor], path: str, head: heads.HeadDecision | None = None
 ) -> None:
@@ -305,6 +311,10 @@ def load_weights(
     """
     weights = dict(weights)
     own = model.state_dict()
+    for name in own:
+        # Torchvision's older files lack it; the norms' momentum is fixed, so nothing reads it.
+        if name.endswith("num_batches_tracked"):
+            weights.setdefault(name, own[name])
     for name in ("fc.weight", "fc.bias"):
         if name not in weights:
             continue
@@ -333,6 +343,7 @@ def decide_head(
     classes: Sequence[str],
     path: str,
     stated: Sequence[str] = (),
+    objective: str = "classes",
 ) -> heads.HeadDecision:
     """Decides by the names of the classes what becomes of the head in a weights file.
 
@@ -346,6 +357,7 @@ def decide_head(
         classes: the names of the data's.
         path: the file, for messages.
         stated: the names of the head's rows as the user states them; () where not stated.
+        objective: of data/targets.py, that the head is to have; of another one it is new.
 
     Raises:
         InputError: the metadata is no list of as many names as the head has rows, or an order is
@@ -359,6 +371,10 @@ def decide_head(
     theirs = None
     if "classes" in metadata:
         theirs = _names_of_rows(metadata["classes"], len(bias), where)
+    their_objective = metadata.get("objective", "classes")
+    if their_objective != objective:
+        what = f"a head for --objective {their_objective}, this run has {objective}"
+        return heads.new_head(where, what)
 
     if len(bias) != len(classes):
         named = f" ({heads.listed(theirs)})" if theirs else ""
