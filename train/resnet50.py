@@ -250,6 +250,13 @@ def make_optimizer(config: Config, model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(groups, **options)
 
 
+def compute_logits(state: State, batch: dict[str, Tensor], mesh: Mesh) -> Tensor:
+    """Returns logits [B, classes], float32, of batch["image"] [B, H, W, 3] uint8."""
+    with mesh.autocast():
+        logits = state.model(state.normalize(batch["image"]))
+    return logits.float()
+
+
 def forward(
     state: State, batch: dict[str, Tensor], config: Config, mesh: Mesh
 ) -> dict[str, Tensor]:
@@ -258,9 +265,7 @@ def forward(
     Args:
         batch: "image" [B, H, W, 3] uint8 and "label" [B], the number of the class.
     """
-    with mesh.autocast():
-        logits = state.model(state.normalize(batch["image"]))
-    logits = logits.float()
+    logits = compute_logits(state, batch, mesh)
     labels = batch["label"]
 
     losses = F.cross_entropy(
@@ -295,9 +300,8 @@ def eval_step(
 ) -> dict[str, Tensor]:
     """Returns sums over the examples of a batch, without padding (mask 0) and images that could not
     be decoded (label -1)."""
-    with torch.no_grad(), mesh.autocast():
-        logits = state.model(state.normalize(batch["image"]))
-    logits = logits.float()
+    with torch.no_grad():
+        logits = compute_logits(state, batch, mesh)
 
     is_counted = batch["mask"] * (batch["label"] >= 0)
     label = batch["label"].clamp(min=0)
