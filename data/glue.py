@@ -1,10 +1,10 @@
-"""Reads, tokenizes and scores GLUE's nine tasks, and makes synthetic twins of them.
+"""Reads and scores GLUE's nine tasks, and makes synthetic twins of them.
 
 GLUE is Wang et al. 2019, https://arxiv.org/abs/1804.07461.
 
-    examples = read("glue_data", "mrpc", "train")           # text and labels
-    encoded = Encoded(examples, tokenizer, max_length=128)  # tokens, for the loader
-    score("mrpc", predictions, labels)                      # {"accuracy": …, "f1": …}
+    opened = open_task("glue_data", "mrpc")            # a task with its examples, see sentences.py
+    examples = read("glue_data", "mrpc", "train")      # those of one split: text and labels
+    score("mrpc", predictions, labels)                 # {"accuracy": …, "f1": …}
 
 Data is one of
     a folder of GLUE's own files, DATA/MRPC/train.tsv and dev.tsv, or the task's own, DATA/train.tsv
@@ -23,15 +23,19 @@ import re
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from data import splits
+from data import sentences, splits
 from data.remote import local_copy
+from data.sentences import Encoded, Examples, call_datasets  # noqa: F401 (Encoded: for callers)
 from errors import InputError
+
+# What is said where data are not GLUE's.
+OWN_DATA = "for data of your own give its columns by --text and --label"
 
 SCORES = (0.0, 5.0)  # lowest and highest label of STS-B, a regression
 
@@ -39,11 +43,6 @@ SCORES = (0.0, 5.0)  # lowest and highest label of STS-B, a regression
 # some questions, about one row in 20,000; jiant, transformers and `datasets` leave such rows out
 # as well. More than one in a thousand is a damaged file.
 QQP_BROKEN = 1e-3
-
-XLNET_TYPE_PAD = 3  # token type of padding; 0 and 1 are the sentences, 2 is <cls>
-
-# Examples tokenized at once. Python's lists of ints take about ten times the memory of the arrays.
-CHUNK = 1000
 
 
 @dataclass(frozen=True)
@@ -145,35 +144,25 @@ TASKS = {task.name: task for task in _ALL_TASKS}
 _COLA_HEADER = ["source", "label", "original_label", "sentence"]  # CoLA's file has no header line
 
 
-@dataclass(frozen=True)
-class Examples:
-    """Labelled sentences, or pairs of them.
-
-    Attributes:
-        first: n sentences.
-        second: n sentences, or None where an example is a single sentence.
-        labels: [n], int64 classes, or float32 scores in a regression.
-        skipped: broken rows that were left out; only QQP may have any, see `read`.
-        source, left_out: the files that were read, and files of the same kind that were not; see
-            data/splits.py.
-    """
-
-    first: list[str]
-    second: list[str] | None
-    labels: np.ndarray
-    skipped: int = 0
-    source: str = ""
-    left_out: Sequence[str] = ()
-
-    def __len__(self) -> int:
-        return len(self.first)
-
-
 def find_task(name: str) -> Task:
     """Returns the task of this name; raises InputError with the known names for another."""
     if name not in TASKS:
         raise InputError(f"task is {name!r}; expected one of {', '.join(TASKS)}")
     return TASKS[name]
+
+
+def open_task(data: str | Path, task: str, seed: int = 0) -> sentences.Splits:
+    """Returns a task with the examples of its splits; arguments and errors are those of `read`."""
+    chosen = find_task(task)
+    train = read(data, task, "train", seed)
+    evaluation = {split: read(data, task, split, seed) for split in chosen.evaluation}
+    labelled = sentences.Task(
+        name=task,
+        objective="classes" if chosen.labels else "regression",
+        labels=chosen.labels,
+        score=partial(score_logits, task),
+    )
+    return sentences.Splits(labelled, train, evaluation)
 
 
 def read(data: str | Path, task: str, split: str, seed: int = 0) -> Examples:
@@ -243,7 +232,9 @@ def local_folder(data: str | Path, task: Task) -> Path:
 
     folder = Path(local_copy(str(data), "*", *sorted(not_copied))).expanduser()
     if folder.is_file():
-        raise InputError(f"{data} is a file; expected the folder that it is in, or GLUE's folder")
+        raise InputError(
+            f"{data} is a file; expected the folder that it is in, or GLUE's folder; {OWN_DATA}"
+        )
     return folder
 
 
@@ -300,7 +291,7 @@ def _find_tsv(folder: Path, task: Task, split: str) -> tuple[Path, list[str]]:
     found = ", ".join(sorted(path.name for path in first.iterdir())[:10]) or "nothing"
     raise InputError(
         f"{first} has no {name} and no parquet files of the split {split}, found {found}; "
-        f"expected GLUE's {task.folder}/{name}"
+        f"expected GLUE's {task.folder}/{name}; {OWN_DATA}"
     )
 
 
@@ -400,7 +391,7 @@ def _find_layout(lines: list[str], path: Path, task: Task) -> _Layout:
         raise InputError(
             f"{path} line 1 has the columns {', '.join(header) or 'nothing'}; "
             f"expected {', '.join(missing)} among them, separated by tabs, "
-            f"as in GLUE's {task.folder}"
+            f"as in GLUE's {task.folder}; {OWN_DATA}"
         )
 
     return _Layout(
@@ -502,17 +493,6 @@ def _examples(
 # `datasets`
 
 
-def call_datasets(what_failed: str, function: str, *arguments, **options) -> Any:
-    """Calls a function of `datasets`; its errors become InputError, `what_failed` and one line."""
-    import datasets  # takes two seconds, and GLUE's own files do not need it
-
-    try:
-        return getattr(datasets, function)(*arguments, **options)
-    except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
-        first_line = str(error).partition("\n")[0]
-        raise InputError(f"{what_failed}: {first_line}") from error
-
-
 def _read_hub(data: str, task: Task, split: str) -> Examples:
     """Reads a split of a data set on the hub, whose id is `data`."""
     if data.count("/") != 1 or data.startswith((".", "/", "~")):
@@ -522,7 +502,7 @@ def _read_hub(data: str, task: Task, split: str) -> Examples:
 
     rows = call_datasets(
         f"{data} is neither a folder nor a data set of the hub "
-        f"with {task.name} and its split {split}",
+        f"with {task.name} and its split {split} ({OWN_DATA})",
         "load_dataset",
         data,
         task.name,
@@ -621,14 +601,14 @@ def _examples_of_rows(rows: "datasets.Dataset", where: str, task: Task) -> Examp
     if missing:
         raise InputError(
             f"{where} has the columns {', '.join(rows.column_names)}; "
-            f"expected {', '.join(missing)} for {task.name}"
+            f"expected {', '.join(missing)} for {task.name}; {OWN_DATA}"
         )
     if len(rows) == 0:
         raise InputError(f"{where} has no examples")
 
     columns = [list(rows[name]) for name in task.columns]
-    for name, sentences in zip(task.columns, columns, strict=True):
-        check_sentences(sentences, name, where, task)
+    for name, values in zip(task.columns, columns, strict=True):
+        check_sentences(values, name, where, task)
 
     label_numbers = _numbers_of_feature(rows.features["label"], where, task)
     labels = []
@@ -757,162 +737,6 @@ def _synthetic_sentence(value: int, rng: np.random.Generator) -> str:
     return " ".join(words) + "."
 
 
-# Tokens
-
-
-class Encoded:
-    """Tokenized examples, as a data set for `parallel_loader` with a plan of `lengths`.
-
-    A pair that is too long is cut token by token at its longer side (transformers'
-    "longest_first", and run_glue's). All tokens lie in one flat array: 4 bytes per token, 5 with
-    token types. The tokenizer is not kept.
-
-    Args:
-        examples: what `read` returns.
-        tokenizer: one of transformers' fast tokenizers.
-        max_length: most tokens of an example, special tokens included.
-    Attributes:
-        lengths: int32 [n], tokens of each example after cutting, special tokens included.
-        truncated: how many examples were cut.
-        tokens: the sum of `lengths`.
-        labels: [n], int32, or float32 in a regression.
-        source, left_out: those of the examples.
-    Raises:
-        InputError: the tokenizer is not a fast one, or has no padding token; max_length is too
-            small for its special tokens and one token per sentence, or more than its model takes.
-    """
-
-    def __init__(self, examples: Examples, tokenizer, max_length: int):
-        _check_tokenizer(tokenizer, max_length, pairs=examples.second is not None)
-        self.source = examples.source
-        self.left_out = examples.left_out
-        is_regression = examples.labels.dtype.kind == "f"
-        self.labels = examples.labels.astype(np.float32 if is_regression else np.int32)
-
-        self._pad = tokenizer.pad_token_id
-        self._pads_left = tokenizer.padding_side == "left"
-        # transformers 5 (5.23.0) forgets XLNet's token types: its tokenizer names none, and pads
-        # them with 0.
-        is_xlnet = type(tokenizer).__name__.startswith("XLNet")
-        has_types = is_xlnet or "token_type_ids" in tokenizer.model_input_names
-        self._type_pad = XLNET_TYPE_PAD if is_xlnet else tokenizer.pad_token_type_id
-        self._tokenize(examples, tokenizer, max_length, has_types)
-
-    def _tokenize(self, examples: Examples, tokenizer, max_length: int, has_types: bool) -> None:
-        """Sets the flat arrays of tokens and token types, and what is counted of them."""
-        ids = [np.empty(0, np.int32)]
-        types = [np.empty(0, np.uint8)]
-        lengths = [np.empty(0, np.int32)]
-        self.truncated = 0
-        for start in range(0, len(examples), CHUNK):
-            chunk = slice(start, start + CHUNK)
-            encodings = tokenizer(
-                examples.first[chunk],
-                None if examples.second is None else examples.second[chunk],
-                truncation="longest_first",
-                max_length=max_length,
-                return_attention_mask=False,
-                return_token_type_ids=False,
-            ).encodings
-            rows = [encoding.ids for encoding in encodings]
-            sizes = np.fromiter(map(len, rows), np.int32, len(rows))
-            lengths.append(sizes)
-            ids.append(np.fromiter(chain.from_iterable(rows), np.int32, sizes.sum()))
-            if has_types:
-                type_rows = (encoding.type_ids for encoding in encodings)
-                types.append(np.fromiter(chain.from_iterable(type_rows), np.uint8, sizes.sum()))
-            self.truncated += sum(bool(encoding.overflowing) for encoding in encodings)
-
-        self.lengths = np.concatenate(lengths)
-        self._starts = np.cumsum(self.lengths, dtype=np.int64) - self.lengths
-        self._ids = np.concatenate(ids)
-        self._types = np.concatenate(types) if has_types else None
-        self.tokens = len(self._ids)
-
-    def __len__(self) -> int:
-        return len(self.lengths)
-
-    def batch(self, indices: np.ndarray, shape: tuple[int]) -> dict[str, np.ndarray]:
-        """Returns these examples as arrays of a fixed length (L,).
-
-        Args:
-            indices: int [B]; -1 is no example: a row of padding with label 0, one of whose
-                positions is attended to. (A mean over no tokens is not finite, and times 0 it
-                still is not.)
-        Returns:
-            "input_ids" int32 [B, L], padded on the tokenizer's padding side
-            "attention_mask" int32 [B, L], 1 for tokens
-            "token_type_ids" int32 [B, L], the tokenizer's own where it has any (XLNet: <cls> 2,
-                padding 3), else 0
-            "labels" int32 [B], or float32 [B] in a regression
-        Raises:
-            IndexError: an example that is not there.
-            ValueError: an example that is longer than L.
-        """
-        indices = np.asarray(indices, np.int64)
-        if indices.size and not -1 <= indices.min() <= indices.max() < len(self):
-            raise IndexError(f"examples {indices.min()} to {indices.max()} of {len(self)}")
-        (width,) = shape
-        rows = np.flatnonzero(indices >= 0)
-        chosen = indices[rows]
-        sizes = self.lengths[chosen].astype(np.int64)
-        if sizes.max(initial=0) > width:
-            row = int(sizes.argmax())
-            raise ValueError(
-                f"example {chosen[row]} has {sizes[row]} tokens, and the shape has {width} places"
-            )
-
-        # For all tokens of the batch, one example after the other: the token's number in its
-        # example, where it is in the flat arrays, and where it goes in the flattened batch.
-        within = np.arange(sizes.sum()) - np.repeat(np.cumsum(sizes) - sizes, sizes)
-        flat_indices = np.repeat(self._starts[chosen], sizes) + within
-        first_column = width - sizes if self._pads_left else 0
-        destinations = np.repeat(rows * width + first_column, sizes) + within
-
-        def scatter(values: np.ndarray | int, fill: int) -> np.ndarray:
-            array = np.full((len(indices), width), fill, np.int32)
-            array.reshape(-1)[destinations] = values
-            return array
-
-        attention = scatter(1, fill=0)
-        attention[indices < 0, -1 if self._pads_left else 0] = 1
-        if self._types is None:
-            types = np.zeros((len(indices), width), np.int32)
-        else:
-            types = scatter(self._types[flat_indices], fill=self._type_pad)
-        labels = np.zeros(len(indices), self.labels.dtype)
-        labels[rows] = self.labels[chosen]
-        return {
-            "input_ids": scatter(self._ids[flat_indices], fill=self._pad),
-            "attention_mask": attention,
-            "token_type_ids": types,
-            "labels": labels,
-        }
-
-
-def _check_tokenizer(tokenizer, max_length: int, pairs: bool) -> None:
-    """Raises InputError where a tokenizer cannot make examples of `max_length` tokens."""
-    if not getattr(tokenizer, "is_fast", False):
-        raise InputError(
-            f"{type(tokenizer).__name__} is not a fast tokenizer; "
-            "expected one with a tokenizer.json"
-        )
-    if tokenizer.pad_token_id is None:
-        raise InputError(
-            "the tokenizer has no padding token; expected one of an encoder, or set its pad_token"
-        )
-
-    sentences = 2 if pairs else 1
-    least = tokenizer.num_special_tokens_to_add(pair=pairs) + sentences
-    most = tokenizer.model_max_length
-    if not least <= max_length <= most:
-        raise InputError(
-            f"max_length is {max_length}; "
-            f"expected {least} (special tokens, and a token a sentence) to {most}, "
-            "which is what the tokenizer's model takes"
-        )
-
-
 # Metrics
 
 
@@ -939,6 +763,12 @@ def score(task: str, predictions: Sequence[float], labels: Sequence[float]) -> d
             "expected as many, one or more"
         )
     return {name: _metric(name, predictions, labels) for name in metrics}
+
+
+def score_logits(task: str, logits: np.ndarray, labels: np.ndarray) -> dict[str, float]:
+    """Computes GLUE's metrics of logits [n, classes], or [n, 1] in a regression; see `score`."""
+    predictions = logits.argmax(1) if find_task(task).labels else logits[:, 0]
+    return score(task, predictions, labels)
 
 
 def _metric(name: str, predictions: np.ndarray, labels: np.ndarray) -> float:

@@ -21,6 +21,7 @@ import numpy as np
 
 from data import glue
 from data.glue import Task
+from data.sentences import call_datasets
 from errors import InputError
 
 AX = "ax"  # the diagnostic set, which a model of MNLI predicts
@@ -148,7 +149,7 @@ def _find_table(folder: Path, task: Task, split: str) -> "datasets.Dataset | Non
     for candidate in candidates:
         failed = f"{candidate} cannot be read by datasets"
         if (candidate / "dataset_dict.json").exists():
-            saved = glue.call_datasets(failed, "load_from_disk", str(candidate))
+            saved = call_datasets(failed, "load_from_disk", str(candidate))
             if split in saved:
                 glue.refuse_another_task(candidate, task)
                 return saved[split]
@@ -162,7 +163,7 @@ def _find_table(folder: Path, task: Task, split: str) -> "datasets.Dataset | Non
                     paths.append(str(path))
             if paths:
                 glue.refuse_another_task(candidate, task)
-                return glue.call_datasets(
+                return call_datasets(
                     failed, "load_dataset", "parquet", data_files={split: paths}, split=split
                 )
     return None
@@ -173,7 +174,7 @@ def _of_hub(data: str, task: Task, split: str) -> TestSet:
     configuration = task.name
     if split == AX:
         configuration = AX
-    rows = glue.call_datasets(
+    rows = call_datasets(
         f"{data} is neither a folder nor a data set of the hub with {configuration}",
         "load_dataset",
         data,

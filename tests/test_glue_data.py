@@ -15,7 +15,7 @@ import pytest
 from sklearn.feature_extraction.text import CountVectorizer
 from sklearn.linear_model import LogisticRegression
 
-from data import glue
+from data import glue, sentences
 from data.glue import TASKS, Encoded, Examples, read, score
 from data.splits import said
 from data.vocabulary import learn
@@ -672,7 +672,7 @@ def random_examples(pairs: bool) -> Examples:
 
 @pytest.mark.parametrize("pairs", [False, True])
 def test_encoded_lengths_are_the_tokenizers_cut_to_the_limit(tokenizer, pairs, monkeypatch):
-    monkeypatch.setattr(glue, "CHUNK", 100)
+    monkeypatch.setattr(sentences, "CHUNK", 100)
     examples = random_examples(pairs)
 
     encoded = Encoded(examples, tokenizer, 32)
@@ -689,7 +689,7 @@ def test_encoded_lengths_are_the_tokenizers_cut_to_the_limit(tokenizer, pairs, m
 
 @pytest.mark.parametrize("pairs", [False, True])
 def test_examples_travel_without_the_tokenizer(tokenizer, pairs, monkeypatch):
-    monkeypatch.setattr(glue, "CHUNK", 100)
+    monkeypatch.setattr(sentences, "CHUNK", 100)
     encoded = Encoded(random_examples(pairs), tokenizer, 32)
 
     size = len(pickle.dumps(encoded))
@@ -699,7 +699,7 @@ def test_examples_travel_without_the_tokenizer(tokenizer, pairs, monkeypatch):
 
 @pytest.mark.parametrize("pairs", [False, True])
 def test_batches_are_what_transformers_pads(tokenizer, pairs, monkeypatch):
-    monkeypatch.setattr(glue, "CHUNK", 100)
+    monkeypatch.setattr(sentences, "CHUNK", 100)
     examples = random_examples(pairs)
     encoded = Encoded(examples, tokenizer, 32)
     travelled = pickle.loads(pickle.dumps(encoded))
