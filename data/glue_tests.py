@@ -1,15 +1,14 @@
 """GLUE's test sets, and the files of predictions that the benchmark's server takes.
 
     sets = read("/data/glue", "mnli")      # of MNLI-m.tsv, MNLI-mm.tsv and AX.tsv
-    content(sets[0], predictions)          # "index\tprediction\n0\tentailment\n…"
+    content(sets[0], predictions)          # a header line, and a line for each example
 
-A file has a header line and a line for each example, "index" and "prediction" separated by a tab.
-MNLI, QNLI, RTE and the diagnostic set AX have the names of their classes, other tasks their
-numbers, STS-B a score from 0 to 5 with three decimals. Names of files, header and labels are those
-of the benchmark's authors: github.com/nyu-mll/jiant, jiant/scripts/benchmarks/
-benchmark_submission_formatter.py, and the write_preds of its first version, jiant/evaluate.py
-("%d\t%.3f" of clipped scores). The server's own sample, gluebenchmark.com/assets/CBOW.zip, could not
-be read here.
+The lines are "index" and "prediction", separated by a tab. MNLI, QNLI, RTE and the diagnostic set
+AX have the names of their classes, other tasks their numbers, STS-B a score from 0 to 5 with three
+decimals. Names of files, header and labels are those of the benchmark's authors:
+github.com/nyu-mll/jiant, jiant/scripts/benchmarks/benchmark_submission_formatter.py, and the
+write_preds of its first version, src/evaluate.py, which clips scores and writes them by %.3f. That
+the server's sample is alike (gluebenchmark.com/assets/CBOW.zip) was not tried.
 """
 
 import re
@@ -141,7 +140,7 @@ def _of_folder(folder: Path, task: Task, split: str) -> TestSet | None:
 
 
 def _find_table(folder: Path, task: Task, split: str) -> "datasets.Dataset | None":  # noqa: F821
-    """Opens a test set in a folder of save_to_disk or of parquet files; None where there is none."""
+    """Opens a test set that is a table; None where there is none."""
     candidates = [folder / task.name, folder / task.folder, folder]
     if split == AX:
         candidates = [folder / "ax", folder / "AX"]

@@ -1,8 +1,8 @@
 """Pictures without labels, to predict: which files there are, and how one is prepared.
 
-    paths, left_out = find("/data/new")
-    pictures = Pictures(paths, resize=256, image_size=224)
-    pictures.example(0, rng)                   # {"image": uint8 [224, 224, 3]}
+paths, left_out = find("/data/new")
+pictures = Pictures(paths, resize=256, image_size=224)
+pictures.example(0, rng)                   # {"image": uint8 [224, 224, 3]}
 """
 
 import glob

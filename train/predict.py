@@ -13,7 +13,9 @@ Python    for answer in predict.answers(config):
 """
 
 if __name__ == "__main__" and not __package__:  # by its path: the imports below are not found
-    raise SystemExit("error: in the project's folder run it as a module: python -m train.predict new")
+    raise SystemExit(
+        "error: in the project's folder run it as a module: python -m train.predict new"
+    )
 
 import contextlib
 import json
@@ -58,6 +60,7 @@ PARTS = {
     "pictures": "predict_pictures",
     "sentences": "predict_sentences",
     "clicks": "predict_clicks",
+    "test sets": "predict_submission",
 }
 
 
@@ -170,15 +173,12 @@ def opened(config: Config) -> tuple[Any, Mesh]:
     folder = files.local_folder(config.model_dir)
     kind = kind_of(folder, config.model_dir)
     if config.task and kind != "sentences":
-        raise InputError(f"--task is {config.task}, and {config.model_dir} is no model of sentences")
+        raise InputError(
+            f"--task is {config.task}, and {config.model_dir} is no model of sentences"
+        )
 
-    part = optional.load(PARTS[kind], asked=kind)
-    if config.task:
-        submission = optional.load("predict_submission", asked="--task")
-        submission.check(config)
-        model = submission.Submission(folder, config)
-    else:
-        model = part.opened(folder, config)
+    part = optional.load(PARTS["test sets" if config.task else kind])
+    model = part.opened(folder, config)
     return model, set_up(config, part.VMEM_KIB)
 
 

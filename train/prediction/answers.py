@@ -1,7 +1,7 @@
 """From a network's outputs to answers: the names of classes, probabilities, numbers.
 
-    answers = of_objective("classes", ("cat", "dog"), top=5)
-    answers(logits)     # [{"label": "dog", "probability": 0.9, "top": [{"label": "dog", …}, …]}, …]
+answers = of_objective("classes", ("cat", "dog"), top=5)
+answers(logits)     # [{"label": "dog", "probability": 0.9, "top": [{"label": "dog", …}, …]}, …]
 """
 
 from collections.abc import Sequence

@@ -12,13 +12,13 @@ import numpy as np
 from torch import Tensor
 from transformers import AutoModelForSequenceClassification, PreTrainedConfig, PreTrainedModel
 
-from data import batching, glue, text_rows
+from data import batching, text_rows
+from data.sentences import Encoded, Examples
 from data.text_rows import Row
 from errors import InputError
 from models import architectures, classification, encoder_files
 from train import glue as script
 from train.common import device, loading
-from train.common.batches import Examples
 from train.common.mesh import Mesh
 from train.prediction import answers
 from train.prediction.pieces import Piece, batch_rows
@@ -56,15 +56,9 @@ def _rows(data: str, columns: Sequence[str], stated: bool) -> Iterator[Row]:
     if len(columns) > 2:
         raise InputError(f"--text is {' '.join(columns)}; give one column, or two of pairs")
     if text_rows.is_table(data):
-        table = text_rows.open_table(data)
-        if not columns:
-            raise InputError(
-                f"{data} has the columns {', '.join(table.names)}; "
-                "say by --text which has the text, or which two have pairs"
-            )
-        return table.rows(columns)
+        return text_rows.rows(data, columns)
 
-    expected = f"expected a file whose name ends with {', '.join(text_rows.TABLES)}"
+    expected = f"expected a file whose name ends with {text_rows.TABLES}"
     if stated:
         raise InputError(f"--text is {' '.join(columns)}, and {data} has no columns; {expected}")
     if len(columns) == 2:
@@ -138,7 +132,7 @@ class Sentences:
         multiple = math.lcm(ROWS_MULTIPLE, mesh.num_devices)
         batch = batch_rows(self.config.batch_size or BATCH, None, multiple)
 
-        def collate(examples: Examples) -> dict[str, Tensor]:
+        def collate(examples: dict[str, np.ndarray]) -> dict[str, Tensor]:
             tensors = script.collate(limits, examples)
             del tensors["labels"]  # there are none
             return tensors
@@ -161,16 +155,16 @@ class Sentences:
                 piece.rows = np.where(order >= 0, np.array(usable)[order], -1)
             yield piece
 
-    def _encode(self, texts: list[tuple[str, ...]]) -> glue.Encoded:
+    def _encode(self, texts: list[tuple[str, ...]]) -> Encoded:
         """Returns the tokens of texts or pairs, and counts those that are cut."""
         first = [pair[0] for pair in texts]
         second = [pair[1] for pair in texts] if len(texts[0]) == 2 else None
         no_labels = np.zeros(len(texts), np.int64)
-        encoded = glue.Encoded(glue.Examples(first, second, no_labels), self.tokenizer, self.limit)
+        encoded = Encoded(Examples(first, second, no_labels), self.tokenizer, self.limit)
         self.cut += encoded.truncated
         return encoded
 
-    def _plan(self, encoded: glue.Encoded, rows: int, mesh: Mesh) -> batching.Plan:
+    def _plan(self, encoded: Encoded, rows: int, mesh: Mesh) -> batching.Plan:
         """Returns batches of like length, as in an evaluation."""
         longest = int(encoded.lengths.max())
         sizes = range(1, longest + 1) if mesh.shapes_may_vary else self._sizes

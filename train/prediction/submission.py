@@ -17,13 +17,24 @@ from train.common.mesh import Mesh
 from train.prediction import sentences
 from train.prediction.pieces import in_order
 
+VMEM_KIB = sentences.VMEM_KIB
 
-class Submission:
-    """A model of a task, and the task's test sets.
+
+def opened(folder: str, config: Any) -> "Submission":
+    """Opens an export on the host, and the test sets of --task.
 
     Raises:
-        InputError: the model is another task's, or the test sets cannot be read.
+        InputError: a flag is missing; the model is another task's; or see glue_tests.read.
     """
+    if not config.out:
+        raise InputError("--out is missing: give a folder for the files of the submission")
+    if not config.data:
+        raise InputError("--data is missing: give GLUE's folder, or nyu-mll/glue")
+    return Submission(folder, config)
+
+
+class Submission:
+    """A model of a task, and the task's test sets."""
 
     def __init__(self, folder: str, config: Any):
         self.config = config
@@ -80,11 +91,3 @@ def _numbers(logits: np.ndarray) -> list[dict]:
     """Returns the number of each row's class, or the score of a regression."""
     numbers = logits[:, 0] if logits.shape[1] == 1 else logits.argmax(1)
     return [{"number": number} for number in numbers.tolist()]
-
-
-def check(config: Any) -> None:
-    """Raises InputError where flags for a submission are missing."""
-    if not config.out:
-        raise InputError("--out is missing: give a folder for the files of the submission")
-    if not config.data:
-        raise InputError("--data is missing: give GLUE's folder, or nyu-mll/glue")
