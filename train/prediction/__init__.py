@@ -1,5 +1,5 @@
-"""What train/predict.py needs of each kind of export: how it is opened, what its inputs are, how its
-network is called.
+"""What train/predict.py needs of each kind of export: how it is opened, what its inputs are, how
+its network is called.
 
     pieces.py      inputs whose outputs are computed together, and the order of the answers
     answers.py     from a network's outputs to what is written: names and probabilities
