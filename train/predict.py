@@ -164,7 +164,7 @@ def set_up(config: Config, vmem_kib: int) -> Mesh:
 
 
 def opened(config: Config) -> tuple[Any, Mesh]:
-    """Opens model and data, then the devices.
+    """Opens the devices, then model and data.
 
     Raises:
         InputError: one of them cannot be used.
@@ -178,8 +178,8 @@ def opened(config: Config) -> tuple[Any, Mesh]:
         )
 
     part = optional.load(PARTS["test sets" if config.task else kind])
-    model = part.opened(folder, config)
-    return model, set_up(config, part.VMEM_KIB)
+    mesh = set_up(config, part.VMEM_KIB)
+    return part.opened(folder, config), mesh
 
 
 def answers(config: Config) -> Iterator[dict[str, Any]]:

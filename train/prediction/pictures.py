@@ -52,18 +52,19 @@ class Pictures:
         self.answers = answers.of_objective(objective, names, config.top)
         self._network = _network(self._about, self._weights, len(names), path)
 
-        found = picture_files.find(config.data)
+        self._state = None
+        self._step = None
+
+        found = picture_files.find(config.data or picture_files.STANDARD_INPUT)
         self.paths = found.paths
         if found.left_out:
             self.notes.append(f"{found.left_out:,} files of {config.data} are no pictures")
 
     def pieces(self, mesh: Mesh) -> Iterator[Piece]:
         """Yields the pictures, a batch each, whose outputs the device computes."""
-        model = device.to_device(self._network, mesh).eval()
-        normalize = device.to_device(_normalize(self._about), mesh)
-        state = resnet50.State(model, normalize, optimizer=None)
-        step = device.compiled(predict_step, mesh)
-
+        if not self.paths:  # an empty standard input
+            return
+        state = self._on_device(mesh)
         dataset = picture_files.Pictures(
             self.paths, self.resize, self.image_size, self.config.skip_broken
         )
@@ -75,13 +76,22 @@ class Pictures:
             for number, batch in enumerate(loader):
                 paths = self.paths[number * rows : (number + 1) * rows]
                 broken = batch.pop("broken", None)
-                outputs = [step(state, batch, mesh)]
+                outputs = [self._step(state, batch, mesh)]
                 indices = np.arange(rows)
                 indices[len(paths) :] = -1
                 piece = Piece(paths, paths, outputs, indices)
                 if broken is not None:
                     self._add_errors(piece, broken, dataset, first=number * rows)
                 yield piece
+
+    def _on_device(self, mesh: Mesh) -> resnet50.State:
+        """Returns the network on the device, to which it is moved in the first call."""
+        if self._state is None:
+            model = device.to_device(self._network, mesh).eval()
+            normalize = device.to_device(_normalize(self._about), mesh)
+            self._state = resnet50.State(model, normalize, optimizer=None)
+            self._step = device.compiled(predict_step, mesh)
+        return self._state
 
     def _add_errors(
         self, piece: Piece, broken: Tensor, dataset: picture_files.Pictures, first: int

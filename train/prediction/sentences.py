@@ -116,6 +116,7 @@ class Sentences:
         self.answers = answers.of_objective(objective, own_names, config.top)
         self.limit = _limit(self._model, self.tokenizer)
         self._sizes = _sizes(config.lengths, self.limit)
+        self._step = None
 
     @property
     def notes(self) -> list[str]:
@@ -126,8 +127,7 @@ class Sentences:
 
     def pieces(self, mesh: Mesh) -> Iterator[Piece]:
         """Yields the rows in chunks, whose outputs the device computes."""
-        state = script.State(script.on_device(self._model, mesh).eval(), optimizer=None)
-        step = device.compiled(script.eval_step, mesh, max_graphs=len(self._sizes))
+        state = script.State(self._on_device(mesh), optimizer=None)
         limits = architectures.limits(state.model)
         multiple = math.lcm(ROWS_MULTIPLE, mesh.num_devices)
         batch = batch_rows(self.config.batch_size or BATCH, None, multiple)
@@ -150,10 +150,17 @@ class Sentences:
                 loader = loading.parallel_loader(encoded, plan, mesh, train=False, collate=collate)
                 with loader:
                     for tensors in loader:
-                        piece.outputs.append(step(state, tensors, self.config, mesh))
+                        piece.outputs.append(self._step(state, tensors, self.config, mesh))
                 order = script.evaluation_order(plan)
                 piece.rows = np.where(order >= 0, np.array(usable)[order], -1)
             yield piece
+
+    def _on_device(self, mesh: Mesh) -> PreTrainedModel:
+        """Returns the model on the device, to which it is moved in the first call."""
+        if self._step is None:
+            self._model = script.on_device(self._model, mesh).eval()
+            self._step = device.compiled(script.eval_step, mesh, max_graphs=len(self._sizes))
+        return self._model
 
     def _encode(self, texts: list[tuple[str, ...]]) -> Encoded:
         """Returns the tokens of texts or pairs, and counts those that are cut."""
