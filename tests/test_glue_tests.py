@@ -12,6 +12,7 @@ from predicting import TEXTS, random_texts, write_classifier
 from data import glue, glue_tests
 from errors import InputError
 from train import predict
+from train.common import device
 
 # The header of each task's own test file, without labels (github.com/nyu-mll/GLUE-baselines,
 # download_glue_data.py, and the files that it fetches).
@@ -153,6 +154,14 @@ def test_an_empty_question_of_qqp_is_predicted_too(tmp_path):
 def test_another_tasks_folder_is_refused(folder):
     with pytest.raises(InputError, match="is the folder of cola, and the task is sst2"):
         glue_tests.read(str(folder / "CoLA"), "sst2")
+
+
+@pytest.fixture(autouse=True)
+def one_device(monkeypatch):
+    """Lets tests run on plain PyTorch in this process, whose XLA has four devices."""
+    monkeypatch.setenv("CPU_NUM_DEVICES", "1")
+    yield
+    device.choose_backend("xla")
 
 
 # ---- predictions ---------------------------------------------------------------------------------

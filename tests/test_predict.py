@@ -37,9 +37,18 @@ from data import pictures, text_rows
 from errors import InputError
 from models import encoder_files
 from train import predict
+from train.common import device
 
 CLOSE = 1e-5  # of a probability, in float32
 NAMES = ("negative", "neutral", "positive")
+
+
+@pytest.fixture(autouse=True)
+def one_device(monkeypatch):
+    """Lets tests run on plain PyTorch in this process, whose XLA has four devices."""
+    monkeypatch.setenv("CPU_NUM_DEVICES", "1")
+    yield
+    device.choose_backend("xla")
 
 
 def in_process(capsys, folder, data, *flags) -> tuple[int, list[dict], str]:
@@ -588,7 +597,7 @@ def test_a_path_that_is_no_text_is_one_line_of_json(network, tmp_path, capsys):
 
 def test_make_predict_ends_quietly_with_its_reader(classifier, tmp_path):
     """`| head` closes the pipe while answers are still written."""
-    data = write_lines(tmp_path / "new.txt", random_texts(3000))
+    data = write_lines(tmp_path / "new.txt", random_texts(600))
     arguments = f"MODEL_DIR='{classifier}' DATA='{data}' DEVICE=cpu ARGS='--batch-size 8'"
     shell = f"make predict {arguments} | head -n 1; echo ${{PIPESTATUS[0]}}"
 
