@@ -33,7 +33,7 @@ from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import datasets
 import numpy as np
@@ -176,9 +176,6 @@ def make_trainer(
         padding: of the tokenizer; "max_length" is run_glue's default, False leaves it to the batch.
         settings: further TrainingArguments.
     """
-    # Here, where the environment says that they must not look for XLA.
-    from transformers import PrinterCallback, Trainer, TrainingArguments
-
     quiet()
     tokenizer = AutoTokenizer.from_pretrained(start)
     sets = {}
@@ -193,7 +190,6 @@ def make_trainer(
         )
         labels = examples.labels.tolist()
         sets[split] = datasets.Dataset.from_dict({**columns, "labels": labels})
-    train_set = sets.pop("train")
 
     def metrics(prediction) -> dict[str, float]:
         logits = np.asarray(prediction.predictions)
@@ -201,6 +197,32 @@ def make_trainer(
         found = logits[:, 0] if is_regression else logits.argmax(1)
         return glue.score(options.task, found, prediction.label_ids)
 
+    return trainer_of(options, start, sets, metrics, seed, folder, **settings)
+
+
+def trainer_of(
+    options: Any,
+    start: str,
+    sets: dict[str, datasets.Dataset],
+    metrics: Callable,
+    seed: int,
+    folder: str,
+    **settings,
+) -> "transformers.Trainer":
+    """Returns transformers' Trainer of a classifier in the folder `start`, ready to train.
+
+    Args:
+        options: has batch_size, epochs, lr, warmup and weight_decay.
+        sets: tokenized, with "labels"; "train" is trained on, and the others are evaluated.
+        metrics: Trainer's compute_metrics.
+        settings: further TrainingArguments.
+    """
+    # Here, where the environment says that they must not look for XLA.
+    from transformers import PrinterCallback, Trainer, TrainingArguments
+
+    tokenizer = AutoTokenizer.from_pretrained(start)
+    sets = dict(sets)
+    train_set = sets.pop("train")
     arguments = {
         "output_dir": folder,
         "use_cpu": True,

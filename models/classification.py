@@ -23,6 +23,13 @@ from models.encoder_files import Loaded, Source
 # Models whose head has the same name as a classifier's, but was trained for another task.
 OTHER_TASKS = ("ForTokenClassification", "ForMultipleChoice", "ForEntityClassification")
 
+# transformers' name of what a classifier's outputs mean -> that of an objective.
+PROBLEM_TYPES = {
+    "classes": "single_label_classification",
+    "multilabel": "multi_label_classification",
+    "regression": "regression",
+}
+
 
 @dataclass(frozen=True)
 class Classifier:
@@ -37,26 +44,30 @@ def classifier(
     labels: Sequence[str],
     source: Source | None,
     stated: Sequence[str] = (),
+    objective: str = "",
 ) -> Classifier:
-    """Returns a model that classifies sequences by these labels; without labels, a regression.
+    """Returns a model that classifies sequences by these labels.
 
     A checkpoint's head is kept where its classes have the names of the labels: its rows are put
     into the order of the labels. Otherwise the head is new.
 
     Args:
         settings: of the checkpoint, or of a new model; the labels are written into it.
-        labels: the names of the classes; (): the model returns one number.
+        labels: the names of the classes or labels; of a regression that of its number, or ().
         source: of the checkpoint's weights; None: all weights are new.
         stated: the labels in the order of the checkpoint's rows, as the user states it; counts
             before the checkpoint's own names. (): not stated.
+        objective: a key of PROBLEM_TYPES; "": classes, or a regression where there are no labels.
 
     Raises:
         InputError: as `encoder_files.load`; the order is stated, but the head is not kept; or the
             checkpoint's names contradict each other.
     """
+    if not objective:
+        objective = "classes" if labels else "regression"
     of_checkpoint = copy.deepcopy(settings)  # keeps its own labels
     settings.num_labels = max(len(labels), 1)
-    settings.problem_type = "single_label_classification" if labels else "regression"
+    settings.problem_type = PROBLEM_TYPES[objective]
     if labels:
         settings.id2label = dict(enumerate(labels))
         settings.label2id = {name: number for number, name in enumerate(labels)}
@@ -128,12 +139,16 @@ def _decide_head(
             f"a head that lacks {len(missing_below)} weights, such as {missing_below[0]}",
         )
 
-    if labels:
-        names = _names(of_checkpoint, where, stated)
-        return heads.decide(where, names, labels, stated)
-    if of_checkpoint.problem_type in (None, "regression"):
-        return heads.HeadDecision([0])
-    return heads.new_head(where, f"a head of one class, {of_checkpoint.id2label[0]}")
+    needed = loaded.model.config.problem_type
+    if needed == PROBLEM_TYPES["regression"]:
+        if of_checkpoint.problem_type in (None, needed):
+            return heads.HeadDecision([0])
+        return heads.new_head(where, f"a head of one class, {of_checkpoint.id2label[0]}")
+    if needed == PROBLEM_TYPES["multilabel"] and of_checkpoint.problem_type not in (None, needed):
+        return heads.new_head(where, f"a head for {of_checkpoint.problem_type}")
+
+    names = _names(of_checkpoint, where, stated)
+    return heads.decide(where, names, labels, stated)
 
 
 def _label_dims(model: PreTrainedModel) -> dict[str, int]:
@@ -240,12 +255,19 @@ def compute_logits(model: PreTrainedModel, batch: dict[str, Tensor]) -> Tensor:
 
 
 def compute_losses(logits: Tensor, labels: Tensor) -> Tensor:
-    """Returns each example's cross-entropy, or the squared error of one output, float32 [B].
+    """Returns each example's loss, float32 [B].
+
+    It is the cross-entropy of classes; of several labels the mean of their binary cross-entropies;
+    or the squared error of one output.
 
     Args:
         logits: [B, labels].
-        labels: numbers of classes [B]; for one output, the numbers that it should be.
+        labels: numbers of classes [B]; 0 and 1 for each of several labels [B, labels]; for one
+            output, the numbers that it should be [B].
     """
+    if labels.dim() == 2:
+        losses = F.binary_cross_entropy_with_logits(logits.float(), labels, reduction="none")
+        return losses.mean(1)
     if logits.shape[1] == 1:
         return (logits[:, 0].float() - labels).square()
     return F.cross_entropy(logits.float(), labels.long(), reduction="none")

@@ -1035,7 +1035,7 @@ def test_metrics_of_fine_tuning_are_scikit_learns_and_scipys(task, mesh, monkeyp
     def step(state, batch, *_):
         return of_sentences(task, {name: values.cpu() for name, values in batch.items()})
 
-    found = glue.evaluate(step, state, data.eval, config, mesh)
+    found = glue.evaluate(step, state, data, config, mesh)
 
     assert state.model.training
     count = 0

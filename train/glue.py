@@ -1,12 +1,14 @@
 """GLUE: fine-tuning BERT, DistilBERT, RoBERTa, XLNet, or one of 30 more encoders, on any of the
-nine tasks.
+nine tasks, or on your own sentences.
 
 paper     Wang et al. 2019, GLUE (arXiv:1804.07461); recipes with their sources: models/encoders
 data      a folder of GLUE's own TSV files, the Hugging Face hub id nyu-mll/glue, or a folder that
-          Hugging Face's `datasets` saved
+          Hugging Face's `datasets` saved; of your own: CSV, TSV, JSON lines, parquet, see
+          data/own_text.py
 run       python -m train.glue tiny                                     a synthetic task: a minute
                                                                         on two CPU cores
           python -m train.glue full --data nyu-mll/glue --task mrpc     on a TPU VM
+          python -m train.glue full --data reviews.csv --text review --label stars
 result    of published checkpoints: not run yet (they could not be downloaded here); small real
           data: docs/results.md
 """
@@ -14,10 +16,12 @@ result    of published checkpoints: not run yet (they could not be downloaded he
 if __name__ == "__main__" and not __package__:  # by its path: the imports below are not found
     raise SystemExit("error: in the project's folder run it as a module: python -m train.glue tiny")
 
+import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -25,7 +29,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-from data import batching, glue, splits, vocabulary
+from data import batching, glue, own_text, sentences, splits, targets, vocabulary
 from errors import InputError
 from models import (
     architectures,
@@ -45,9 +49,13 @@ from train.common.run import Run
 @dataclass(frozen=True)
 class Config:
     model: Literal[encoders.NAMES] = "bert"  # auto: the architecture of --checkpoint (docs/data.md)
-    task: Literal[tuple(glue.TASKS)] = "mrpc"  # of GLUE
-    data: str = ""  # folder or URL, of TSV or saved by HF datasets; HF hub id; or "synthetic"
-    checkpoint: str = ""  # HF hub id, or folder (config, weights, tokenizer); "": the recipe's
+    task: Literal[tuple(glue.TASKS)] | None = None  # of GLUE; None: mrpc, or your own by --text
+    data: str = ""  # file, folder or URL, of text or saved by HF datasets; HF hub id; "synthetic"
+    text: tuple[str, ...] = ()  # your own data: its column of sentences, or two of pairs
+    label: str = ""  # and its column of labels
+    objective: Literal[targets.OBJECTIVES] | None = None  # what these are; None: classes
+    separator: str = ""  # between the labels of a text, for --objective multilabel
+    checkpoint: str = ""  # HF hub id or folder; "new": new weights and words; "": the recipe's
     pretrained: bool = True  # False: of --checkpoint only configuration and tokenizer; new weights
     labels: str = ""  # classes in the order of --checkpoint's head: a,b,…; where it names none
     lengths: tuple[int, ...] = (32, 64, 128)  # tokens: a compiled shape each; longer rows are cut
@@ -85,17 +93,32 @@ REQUIRED = ("group_by_length",)
 ADAM_EPS = 1e-6  # of BERT's and DistilBERT's code, and in RoBERTa's and XLNet's papers
 SYNTHETIC_WORDS = 400  # a trial's largest vocabulary
 SYNTHETIC_INIT = 0.05  # the spread of a trial's new weights
+
+# New weights: a network and a vocabulary that a few thousand sentences train.
+NEW = "new"  # as --checkpoint
+NEW_SIZE = "mini"
+NEW_WORDS = 8000  # the largest vocabulary
+NEW_RECIPE = encoders.FineTuning(
+    source="weights that are not pretrained need a higher rate and more epochs",
+    checkpoint=NEW,
+    lr=5e-4,
+    warmup=0.1,
+    weight_decay=0.01,
+    epochs=10,
+)
+
 PACKING_PARTS = 8  # at least, see `build`: so 1, 2, 4 and 8 chips pack the same rows together
 
 
 class Data(NamedTuple):
     """What a run reads."""
 
-    train: glue.Encoded
-    eval: dict[str, glue.Encoded]  # by split
+    train: sentences.Encoded
+    eval: dict[str, sentences.Encoded]  # by split
     model: nn.Module  # on the host
     tokenizer: PreTrainedTokenizerBase
-    head_message: str = ""  # what the user should know of the head of a checkpoint
+    head_message: str = ""  # what the user should know of the weights that training starts from
+    task: sentences.Task | None = None  # what the sentences are labelled with
 
 
 class State(NamedTuple):
@@ -120,6 +143,8 @@ def validate(config: Config) -> Config:
     """Returns the config with the model's recipe where a field is None; raises InputError where a
     value is outside its range."""
     recipe = encoders.by_name(config.model).fine_tuning
+    if config.checkpoint == NEW:
+        recipe = NEW_RECIPE
     for name in ("epochs", "lr", "warmup", "weight_decay"):
         if getattr(config, name) is None:
             config = replace(config, **{name: getattr(recipe, name)})
@@ -134,83 +159,137 @@ def validate(config: Config) -> Config:
     if not config.lengths or not rising or config.lengths[0] < 8:
         raise InputError(f"--lengths are {config.lengths}; they must rise and be at least 8")
 
-    cli.need_data(config, "GLUE's folder or nyu-mll/glue")
+    cli.need_data(config, "GLUE's folder or nyu-mll/glue, or a file with --text and --label")
+    check_columns(config)
+    if config.text:
+        config = replace(config, objective=config.objective or "classes")
+    else:
+        config = replace(config, task=config.task or "mrpc")
     if not config.checkpoint and config.data != "synthetic":
         if not recipe.checkpoint:
             raise InputError(f"--checkpoint is missing: --model {config.model} needs one")
         config = replace(config, checkpoint=recipe.checkpoint)
-    if config.labels:
-        check_labels(config)
+    if config.labels and (learns_words(config) or not config.pretrained):
+        raise InputError(
+            f"--labels is {config.labels}; it is for the head of a --checkpoint with its weights"
+        )
     return config
 
 
-def check_labels(config: Config) -> None:
-    """Raises InputError where --labels cannot name the classes of a checkpoint's head."""
-    flag = f"--labels is {config.labels}"
-    labels = glue.TASKS[config.task].labels
-    if not config.checkpoint or not config.pretrained:
-        raise InputError(f"{flag}; it is for the head of a --checkpoint with its weights")
-    if not labels:
-        raise InputError(f"{flag}; {config.task} is a regression and has no classes")
-    heads.parse_labels(config.labels, labels)  # raises where these are not the task's labels
+def learns_words(config: Config) -> bool:
+    """Returns whether weights and vocabulary are new: with --checkpoint new, and in a trial."""
+    return config.checkpoint in ("", NEW)
+
+
+def check_columns(config: Config) -> None:
+    """Raises InputError where the flags of the user's own data do not fit together."""
+    if not config.text:
+        for name in ("label", "objective", "separator"):
+            if getattr(config, name):
+                raise InputError(
+                    f"--{name} is {getattr(config, name)}; it is for data of your own, "
+                    "whose column of sentences is given by --text"
+                )
+        return
+
+    given = f"--text is {' '.join(config.text)}"
+    if len(config.text) > 2:
+        raise InputError(f"{given}; expected one column of sentences, or two of pairs")
+    if not config.label:
+        raise InputError(f"{given}, and --label is missing: give the column of the labels")
+    if len({*config.text, config.label}) <= len(config.text):
+        raise InputError(f"{given} and --label is {config.label}; expected different columns")
+    if config.task or config.data == "synthetic":
+        other = "--data is synthetic"
+        if config.data != "synthetic":
+            other = f"--task is {config.task} (the preset tiny has one, full has none)"
+        raise InputError(f"{given}, which is for data of your own, but {other}; leave one out")
+    if config.separator and config.objective != "multilabel":
+        raise InputError(f"--separator is {config.separator}; it is for --objective multilabel")
 
 
 def open_data(config: Config) -> Data:
-    """Opens the task's splits and the model, and encodes the splits with its tokenizer."""
-    texts = {}
-    for split in ("train", *glue.TASKS[config.task].evaluation):
-        texts[split] = glue.read(config.data, config.task, split, config.seed)
+    """Opens the splits and the model, and encodes the splits with its tokenizer."""
+    if config.text:
+        columns = own_text.Columns(config.text, config.label, config.objective, config.separator)
+        opened = own_text.open_splits(config.data, columns)
+    else:
+        opened = glue.open_task(config.data, config.task, config.seed)
+    settings, tokenizer, source = _open_encoder(config, opened.train)
+    classifier = _open_classifier(config, opened.task, settings, source)
 
-    settings, tokenizer, source = _open_encoder(config, texts["train"])
-    classifier = _open_classifier(config, settings, source)
-
-    encoded = {}
-    for split, examples in texts.items():
-        encoded[split] = glue.Encoded(examples, tokenizer, config.lengths[-1])
-    train = encoded.pop("train")
+    longest = config.lengths[-1]
+    train = sentences.Encoded(opened.train, tokenizer, longest)
+    evaluated = {}
+    for split, examples in opened.eval.items():
+        evaluated[split] = sentences.Encoded(examples, tokenizer, longest)
 
     head_message = classifier.head.message
     # Of a pretrained encoder that never had a head: --lr 0 is allowed, but the user is told.
     if classifier.head.is_new and config.lr == 0:
         head_message += "; --lr 0 does not train it"
-    return Data(train, encoded, classifier.model, tokenizer, head_message)
+    if config.checkpoint == NEW:
+        head_message = _describe_new(config, tokenizer)
+    return Data(train, evaluated, classifier.model, tokenizer, head_message, opened.task)
 
 
 def _open_encoder(
-    config: Config, train_texts: glue.Examples
+    config: Config, train_texts: sentences.Examples
 ) -> tuple[PreTrainedConfig, PreTrainedTokenizerBase, encoder_files.Source | None]:
     """Returns the configuration, the tokenizer and the weights of --checkpoint.
 
-    A trial has no checkpoint: its tokenizer learns the words of the training sentences. Where the
-    weights are None, all are new.
+    Without one the tokenizer learns the words of the training sentences: for --checkpoint new, and
+    in a trial, whose network is smaller. Where the weights are None, all are new.
     """
-    if config.checkpoint:
+    if not learns_words(config):
         folder = files.local_folder(config.checkpoint)
         compiled = config.device == "xla"  # refuses architectures that no compiled step can run
         opened = encoder_files.open_checkpoint(folder, config.model, compiled=compiled)
         source = opened.source if config.pretrained else None
         return opened.config, opened.tokenizer, source
 
-    sentences = [*train_texts.first, *(train_texts.second or [])]
+    lines = [*train_texts.first, *(train_texts.second or [])]
     kind = encoders.by_name(config.model).tokenizer
-    tokenizer = vocabulary.learn(sentences, kind, SYNTHETIC_WORDS)
-    settings = encoders.new_configuration(config.model, "tiny", tokenizer, config.lengths[-1])
-    settings.initializer_range = SYNTHETIC_INIT
+    longest = config.lengths[-1]
+    if config.checkpoint == NEW:
+        tokenizer = vocabulary.learn(lines, kind, NEW_WORDS)
+        settings = encoders.new_configuration(config.model, NEW_SIZE, tokenizer, longest)
+    else:
+        tokenizer = vocabulary.learn(lines, kind, SYNTHETIC_WORDS)
+        settings = encoders.new_configuration(config.model, "tiny", tokenizer, longest)
+        settings.initializer_range = SYNTHETIC_INIT
     return settings, tokenizer, None
 
 
+def _describe_new(config: Config, tokenizer: PreTrainedTokenizerBase) -> str:
+    """Returns what the user should know of new weights: their size and their recipe, and why."""
+    size = encoders.SIZES[NEW_SIZE]
+    return (
+        f"new weights: {size.layers} layers of width {size.width}, and {len(tokenizer):,} tokens "
+        f"learnt from the training text; --epochs {config.epochs:g} and --lr {config.lr:g}, since "
+        f"{NEW_RECIPE.source}"
+    )
+
+
 def _open_classifier(
-    config: Config, settings: PreTrainedConfig, source: encoder_files.Source | None
+    config: Config,
+    task: sentences.Task,
+    settings: PreTrainedConfig,
+    source: encoder_files.Source | None,
 ) -> classification.Classifier:
     """Returns the model with a head for the task's labels.
 
     Raises:
         InputError: --lengths exceed its positions; or, with --lr 0, which trains nothing, its head
-            is one whose predictions mean nothing before it is trained.
+            is one whose predictions mean nothing before it is trained; or --labels are not the
+            task's.
     """
-    labels = glue.TASKS[config.task].labels
-    stated = heads.parse_labels(config.labels, labels) if config.labels else ()
-    classifier = classification.classifier(settings, labels, source, stated)
+    if config.labels and task.objective == "regression":
+        raise InputError(
+            f"--labels is {config.labels}; {task.name} is a regression and has no classes"
+        )
+    stated = heads.parse_labels(config.labels, task.labels) if config.labels else ()
+    classifier = classification.classifier(settings, task.labels, source, stated, task.objective)
 
     positions = architectures.positions(classifier.model)
     if config.lengths[-1] > positions:
@@ -222,7 +301,9 @@ def _open_classifier(
     return classifier
 
 
-def batch_plan(config: Config, examples: glue.Encoded, mesh: Mesh, train: bool) -> batching.Plan:
+def batch_plan(
+    config: Config, examples: sentences.Encoded, mesh: Mesh, train: bool
+) -> batching.Plan:
     """Returns which examples share a batch.
 
     In training they are drawn at random, unless --group-by-length; in evaluation they are of like
@@ -285,8 +366,8 @@ def forward(
     their number. Rows of padding do not count.
 
     Args:
-        batch: "input_ids", "attention_mask" and "token_type_ids" [B, T]; "labels" [B]; and "mask"
-            [B], 0 for a row of padding.
+        batch: "input_ids", "attention_mask" and "token_type_ids" [B, T]; "labels" [B], or
+            [B, labels] of several; and "mask" [B], 0 for a row of padding.
     """
     with mesh.autocast():
         logits = classification.compute_logits(state.model, batch)
@@ -336,15 +417,15 @@ def check_evaluation(data: Data, config: Config, mesh: Mesh) -> None:
             collate=collate_fn,
         )
         try:
-            glue.score(config.task, examples.labels, examples.labels)
+            data.task.check(examples.labels)
         except ValueError as error:
             raise InputError(
-                f"the labels of {config.task}'s split {split} cannot be evaluated: {error}"
+                f"the labels of {data.task.name}'s split {split} cannot be evaluated: {error}"
             ) from error
 
 
 def evaluate(
-    eval_fn: Callable, state: State, sets: dict[str, glue.Encoded], config: Config, mesh: Mesh
+    eval_fn: Callable, state: State, data: Data, config: Config, mesh: Mesh
 ) -> dict[str, float]:
     """Returns the task's metrics and the mean loss of each split.
 
@@ -354,7 +435,7 @@ def evaluate(
     metrics = {}
     collate_fn = partial(collate, architectures.limits(state.model))
     state.model.eval()
-    for split, examples in sets.items():
+    for split, examples in data.eval.items():
         plan = batch_plan(config, examples, mesh, train=False)
         loader = loading.parallel_loader(
             examples,
@@ -374,7 +455,7 @@ def evaluate(
         labels = torch.from_numpy(examples.labels[indices[is_example]])
 
         prefix = "mismatched_" if split.endswith("mismatched") else ""
-        for name, value in task_metrics(config.task, logits[is_example], labels).items():
+        for name, value in task_metrics(data.task, logits[is_example], labels).items():
             metrics[prefix + name] = value
     state.model.train()
     return metrics
@@ -391,25 +472,26 @@ def evaluation_order(plan: batching.Plan) -> np.ndarray:
     return np.concatenate([indices for indices, _ in batches])
 
 
-def task_metrics(task: str, logits: Tensor, labels: Tensor) -> dict[str, float]:
-    """Returns a task's metrics and the mean loss of logits [n, classes], or [n, 1] of a
+def task_metrics(task: sentences.Task, logits: Tensor, labels: Tensor) -> dict[str, float]:
+    """Returns a task's metrics and the mean loss of logits [n, labels], or [n, 1] of a
     regression."""
-    is_regression = logits.shape[1] == 1
-    predictions = logits[:, 0] if is_regression else logits.argmax(1)
-    metrics = glue.score(task, predictions.numpy(), labels.numpy())
+    metrics = task.score(logits.numpy(), labels.numpy())
     loss = classification.compute_losses(logits, labels).sum() / len(labels)
     metrics["loss"] = loss.item()
     return metrics
 
 
 def export(folder: str, state: State, data: Data, mesh: Mesh) -> None:
-    """Writes what transformers' `pipeline("text-classification", model=folder)` loads."""
+    """Writes what transformers' `pipeline("text-classification", model=folder)` loads; of the
+    user's own data also their columns."""
     weights = checkpoint.to_host(state.model.state_dict(), mesh.layers, mesh.main_process)
     if not mesh.main_process:
         return
 
     def save(local: str) -> None:
         encoder_files.save(local, state.model, weights, data.tokenizer)
+        if data.task.columns is not None:
+            Path(local, "columns.json").write_text(json.dumps(data.task.columns, indent=1) + "\n")
 
     files.write_folder(folder, save)
 
@@ -419,7 +501,7 @@ def headline(config: Config, data: Data, plan: batching.Plan, total_steps: int) 
     lengths = "|".join(map(str, config.lengths))
     sources = splits.said(data.train, *data.eval.values())
     return (
-        f"{config.model} on {config.task}: {len(data.train):,} examples "
+        f"{config.model} on {data.task.name}: {data.task.found}{len(data.train):,} examples "
         f"({data.train.truncated:,} cut to {config.lengths[-1]} tokens) "
         f"in batches of {config.batch_size} x {lengths} with {plan.padding:.1%} padding, "
         f"{total_steps:,} steps ({config.epochs:g} epochs){sources}"
@@ -439,11 +521,11 @@ def main(config: Config) -> dict[str, float]:
         safe_forms=config.safe_forms,
     )
     varies = encoders.by_name(config.model).tokenizer in vocabulary.VARYING
-    if mesh.process_count > 1 and varies and not config.checkpoint:
+    if mesh.process_count > 1 and varies and learns_words(config):
         # Each host would learn another vocabulary.
         raise InputError(
-            f"the trial of --model {config.model} is for one host, not {mesh.process_count}; "
-            "give --checkpoint"
+            f"learning words for --model {config.model} is for one host, not "
+            f"{mesh.process_count}; give --checkpoint"
         )
 
     data = open_data(config)
@@ -458,7 +540,7 @@ def main(config: Config) -> dict[str, float]:
     run = Run(
         config,
         mesh,
-        name=f"{config.model}-{config.task}{suffix}",
+        name=f"{config.model}-{data.task.name}{suffix}",
         headline=headline(config, data, plan, total_steps),
         may_differ=MAY_CHANGE,
         required=REQUIRED,
@@ -484,7 +566,7 @@ def main(config: Config) -> dict[str, float]:
     def evaluation(step: int) -> dict[str, float]:
         """Evaluates the state after `step`, and records it."""
         with run.pause():
-            metrics = evaluate(eval_fn, state, data.eval, config, mesh)
+            metrics = evaluate(eval_fn, state, data, config, mesh)
         run.evaluation(step, **metrics)
         return metrics
 
@@ -530,7 +612,7 @@ def main(config: Config) -> dict[str, float]:
 
         run.checkpoints.wait()
         if not metrics:  # the run ended after the last step, before the export
-            metrics = evaluate(eval_fn, state, data.eval, config, mesh)
+            metrics = evaluate(eval_fn, state, data, config, mesh)
         export(f"{run.path}/export", state, data, mesh)
         run.finish(metrics)
     return metrics

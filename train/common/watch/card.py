@@ -125,7 +125,7 @@ def _text(run: Any, stored: dict[str, Any], data: str) -> str:
     metrics = {key: format_number(value) for key, value in summary["metrics"].items()}
     flags = {}
     for key, value in _flat(config).items():
-        if key not in ("runs", "name") and value != "":
+        if key not in ("runs", "name") and value not in ("", None, []):
             flags[f"`--{key}`"] = f"`{value}`"
     parts = [
         f"# {run.name}",
