@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import PIL.Image
+import torch
 from image_files import picture
 from model_helpers import randomized
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -94,8 +95,12 @@ def small_classifier(labels: Sequence[str], tokenizer: PreTrainedTokenizerBase) 
     """Returns a small BERT with random weights for these classes; (): a regression."""
     settings = encoders.new_configuration("bert", "tiny", tokenizer, POSITIONS)
     model = randomized(classification.classifier(settings, labels, None).model)
-    model.classifier.weight.data.mul_(10)  # texts have unlike classes
-    model.classifier.bias.data.zero_()
+    inputs = tokenizer(
+        TEXTS, padding=True, truncation=True, max_length=POSITIONS, return_tensors="pt"
+    )
+    with torch.no_grad():
+        model.classifier.weight.mul_(10)
+        model.classifier.bias.sub_(model(**inputs).logits.mean(0))  # texts have unlike classes
     return model
 
 
