@@ -134,7 +134,7 @@ def pipeline_of_sentences(folder: str, data: str, options: Options) -> Side:
     classify = transformers.pipeline("text-classification", folder, device=options.device)
 
     def run() -> Iterator[dict]:
-        lines = iter(Path(data).read_text("utf-8").splitlines())
+        lines = (line for line in Path(data).read_text("utf-8").splitlines())
         return classify(lines, batch_size=options.batch_size, truncation=True, top_k=None)
 
     return run
