@@ -37,6 +37,7 @@ MODELS := resnet50 dlrm transformer $(ENCODERS)
 BENCHES := $(patsubst bench/%.py,%,$(filter-out bench/__init__.py,$(wildcard bench/*.py)))
 
 # Data sets that are prepared before training, and their programs.
+DATASET_clicks := clicks
 DATASET_criteo := criteo
 DATASET_wmt18  := wmt
 DATASET_text   := text

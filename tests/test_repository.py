@@ -678,7 +678,7 @@ def test_make_refuses_a_python_that_is_none(working_python, tmp_path):
 
 @pytest.mark.parametrize(
     ("dataset", "reason"),
-    [("imagenet", "of: criteo images text"), ("criteo", "DATA is missing")],
+    [("imagenet", "of: clicks criteo images text"), ("criteo", "DATA is missing")],
 )
 def test_make_data_refuses_what_it_cannot_prepare(dataset, reason):
     result = make("data", f"DATASET={dataset}")
