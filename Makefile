@@ -20,7 +20,7 @@ ifeq ($(origin PYTHON),undefined)
 PYTHON := $(firstword $(shell for python in python3.11 python3.12 python3.13; do $$python -c 1 2>&- && echo $$python; done; true) python3.11)
 endif
 # Plain PyTorch needs less; an environment that has all serves it, too. Other targets need XLA, or the tools of tests.
-EAGER  := $(if $(filter-out install train data translate copy,$(MAKECMDGOALS)),,$(filter cpu cuda,$(DEVICE)))
+EAGER  := $(if $(filter-out install train data translate predict copy,$(MAKECMDGOALS)),,$(filter cpu cuda,$(DEVICE)))
 ifneq ($(origin VENV),command line)
 VENV   := $(if $(EAGER),$(if $(wildcard .venv/.installed),.venv,.venv-eager),.venv)
 endif
@@ -37,6 +37,7 @@ MODELS := resnet50 dlrm transformer $(ENCODERS)
 BENCHES := $(patsubst bench/%.py,%,$(filter-out bench/__init__.py,$(wildcard bench/*.py)))
 
 # Data sets that are prepared before training, and their programs.
+DATASET_clicks := clicks
 DATASET_criteo := criteo
 DATASET_wmt18  := wmt
 DATASET_text   := text
@@ -69,8 +70,8 @@ LIBTPU := .libtpu
 BOARD := .venv-board
 
 .DEFAULT_GOAL := help
-.PHONY: help install train copy translate data compile compile-all logs stop status board doctor accept test guards test-all bench lint clean fairseq fairseq-golden jax \
-	check-model check-device check-libtpu check-chips check-data check-translate check-bench
+.PHONY: help install train copy translate predict data compile compile-all logs stop status board doctor accept test guards test-all bench lint clean fairseq fairseq-golden jax \
+	check-model check-device check-libtpu check-chips check-data check-translate check-predict check-bench
 
 help:
 	@echo 'make train MODEL=resnet50                    trial run: small preset, synthetic data, half a minute'
@@ -78,9 +79,11 @@ help:
 	@echo 'make train MODEL=bert TASK=mrpc DATA=/data/glue  fine-tuning on a task of GLUE; TASK=pretrain: on text'
 	@echo 'make data DATASET=criteo DATA=/data/kaggle   raw files to what training reads, once: $(DATASETS)'
 	@echo 'make translate MODEL_DIR=runs/x/export <in >out  text through a trained Transformer, a sentence a line'
+	@echo 'make predict MODEL_DIR=runs/x/export DATA=new.csv   a line of JSON for each new picture, sentence, pair or click;'
+	@echo '                                             OUT= writes a file; TASK=mrpc OUT=folder: test sets of GLUE for its server'
 	@echo 'make train MODEL=bert DATA=… TPU=my-tpu      on all workers of that Cloud TPU; logs, stop, status TPU=my-tpu'
 	@echo 'make copy MODEL=resnet50 TO=../mine          that script with exactly the files that it needs (for one DEVICE=),'
-	@echo '                                             and with what it can do without: WITH="watch sharding hub_images shards"'
+	@echo '                                             and with what it can do without: WITH="watch sharding hub_images shards predict"'
 	@echo 'make board                                   all runs in a browser, by TensorBoard (RUNS=gs://bucket/runs, PORT=)'
 	@echo 'make doctor                                  what is here, what is missing: each line ok, or what to do'
 	@echo 'make accept TPU=my-tpu                       the first 15 minutes on a new kind of TPU: all that is promised, tried'
@@ -105,7 +108,8 @@ help:
 	@echo 'TOPOLOGY of make compile: v5e:1x1, v5e:2x4, … v6e:16x16, v4:2x2x1, v5p:2x2x1; a wrong one lists them'
 	@echo 'BATCH    of make compile: examples a device (default: the recipe'"'"'s, shared out); EFFORT: fast or full'
 	@echo 'PROGRAM  of make compile: train (default), evaluate, or translate: the Transformer'"'"'s beam search'
-	@echo 'OUT      folder that make data writes (default: prepared, in DATA); file of the figures of make compile'
+	@echo 'OUT      folder that make data writes (default: prepared, in DATA); file of the figures of make compile; of make'
+	@echo '         predict: file of the predictions (default: the standard output), with TASK a folder'
 	@echo 'NAME     folder of the run below runs/; the same command resumes an unfinished run'
 	@echo 'TPU      name of a TPU VM (ZONE=, PROJECT=), ssh:host1,host2, or local; RUN= names the run, ENV="A=b" are its'
 	@echo '         variables, RETRIES= how often it is started again after a crash; ENGINE=sky has SkyPilot find a TPU,'
@@ -250,6 +254,17 @@ check-translate:
 translate: check-translate
 	@$(MAKE) --no-print-directory install >&2
 	@$(PY) -m train.translate text --model-dir "$$MODEL_DIR" $(if $(DEVICE),--device "$$DEVICE") $(ARGS)
+
+check-predict: check-device
+	@test -n "$$MODEL_DIR" || { echo 'error: MODEL_DIR is missing; give an export, MODEL_DIR=runs/<name>/export' >&2; exit 2; }
+	@test -n "$$DATA" || [ ! -t 0 ] || { echo 'error: DATA is missing; give a file or folder, or DATA=- for the standard input' >&2; exit 2; }
+	@test -z "$$TASK" -o -n "$$OUT" || { echo 'error: OUT is missing; with TASK=, give a folder for the files of the submission' >&2; exit 2; }
+
+# What is not a prediction goes to the standard error.
+predict: check-predict
+	@$(MAKE) --no-print-directory install >&2
+	@$(PY) -m train.predict new --model-dir "$$MODEL_DIR" $(if $(DATA),--data "$$DATA") $(if $(OUT),--out "$$OUT") \
+		$(if $(TASK),--task "$$TASK") $(if $(DEVICE),--device "$$DEVICE") $(ARGS)
 
 # The TPU's compiler, a folder per version, apart from the environment: training does not need it, and on a TPU VM
 # torch_xla has one of its own.

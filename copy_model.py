@@ -27,6 +27,11 @@ SCRIPTS = {
     "transformer": "transformer",
     **dict.fromkeys(ENCODERS, "glue"),
 }
+# Scripts whose exports `make predict` does not take, and why.
+PREDICTS_NOTHING = {
+    "transformer": "its train/translate.py translates",
+    "pretrain": "a model is fine-tuned before it predicts; leave out TASK=pretrain",
+}
 DEVICES = optional.names("DEVICE")
 EXTRAS = optional.names("WITH")
 # Distributions that are not named as what is imported from them.
@@ -199,6 +204,8 @@ def copy(
             known = " ".join(EXTRAS)
             sys.exit(f"error: WITH={name} is not known; WITH is one or several of: {known}")
     script = "pretrain" if task == "pretrain" else SCRIPTS[model]
+    if "predict" in extras and script in PREDICTS_NOTHING:
+        sys.exit(f"error: WITH=predict is not for this copy: {PREDICTS_NOTHING[script]}")
     if script == "pretrain" and model not in optional.PRETRAINED:
         known = " ".join(optional.PRETRAINED)
         sys.exit(f"error: MODEL={model} is for fine-tuning; TASK=pretrain needs one of: {known}")

@@ -27,6 +27,7 @@ class Part:
         modules: what it consists of; a package stands for all its files.
         given: what `make copy` is given for it, such as "WITH=watch", one of these; none: no copy
             has it.
+        of: models that alone have it, such as "MODEL=dlrm"; none: all.
         needed_by: the flags that need it; {asked} is what the caller of `load` fills in.
         missing: the sentence of the InputError that `load` raises where it is missing; it may name
             {needed_by}, {entry}, {given}, {asked} and the {error} of the import.
@@ -41,6 +42,7 @@ class Part:
     modules: tuple[str, ...]
     given: tuple[str, ...]
     needed_by: str
+    of: tuple[str, ...] = ()
     missing: str = NOT_IN_THIS_COPY
     entry: str = ""
     whole: bool = True
@@ -69,9 +71,16 @@ ENCODERS = {
 }
 PRETRAINED = tuple(name for name in ENCODERS if name != "auto")  # auto is for fine-tuning only
 
+OF_ENCODERS = tuple(f"MODEL={name}" for name in ENCODERS)
+
 NO_DEVICE = (
     "--device is {asked}, but what it needs is not here ({error}); install requirements.txt, "
     "copy with DEVICE={asked}, or give another --device (cpu needs no torch_xla)"
+)
+
+NO_KIND = (
+    "{needed_by} needs {entry}, not in this copy, which is another model's; predict in the "
+    "project's folder, or in a copy of that model that was made {given}"
 )
 
 PARTS = (
@@ -99,6 +108,45 @@ PARTS = (
         modules=("data.shards",),
         given=("WITH=shards",),
         needed_by="{asked}",  # a folder or URL of shards
+    ),
+    # `make predict`, and what it needs for each kind of export.
+    Part(
+        name="predict",
+        modules=("train.predict",),
+        given=("WITH=predict",),
+        needed_by="make predict",
+    ),
+    Part(
+        name="predict_pictures",
+        modules=("train.prediction.pictures",),
+        given=("WITH=predict",),
+        of=("MODEL=resnet50",),
+        needed_by="a model of pictures",
+        missing=NO_KIND,
+    ),
+    Part(
+        name="predict_sentences",
+        modules=("train.prediction.sentences",),
+        given=("WITH=predict",),
+        of=OF_ENCODERS,
+        needed_by="a model of sentences",
+        missing=NO_KIND,
+    ),
+    Part(
+        name="predict_submission",
+        modules=("train.prediction.submission",),
+        given=("WITH=predict",),
+        of=OF_ENCODERS,
+        needed_by="--task",
+        missing=NO_KIND,
+    ),
+    Part(
+        name="predict_clicks",
+        modules=("train.prediction.clicks",),
+        given=("WITH=predict",),
+        of=("MODEL=dlrm",),
+        needed_by="a model of clicks",
+        missing=NO_KIND,
     ),
     # The backends of train/common/device.py: a copy for one --device goes without the other.
     Part(
@@ -175,8 +223,12 @@ def names(argument: str) -> list[str]:
 
 def in_copy(given: Set[str]) -> list[Part]:
     """Returns the parts that a copy has, for what `make copy` is given: "MODEL=bert", …"""
-    every = [*PARTS, *map(encoder, ENCODERS)]
-    return [each for each in every if given & set(each.given)]
+    found = []
+    for each in [*PARTS, *map(encoder, ENCODERS)]:
+        is_of_model = not each.of or given & set(each.of)
+        if given & set(each.given) and is_of_model:
+            found.append(each)
+    return found
 
 
 def is_here(name: str) -> bool:

@@ -1,6 +1,7 @@
-"""Click logs to train on: Criteo's, prepared or in torchrec's arrays, and a synthetic one.
+"""Click logs to train on: Criteo's and your own, prepared; torchrec's arrays; a synthetic one.
 
-A click log has `table_rows`, `lookups`, `features` and `num_dense`. In place of `example` it has
+A click log has `table_rows`, `lookups`, `features` and `num_dense`, and `columns`: the folder with
+the maps of own clicks (see data/clicks.py), or None. In place of `example` it has
 `batch(indices)`, which returns
 
     "dense"    float32 [n, num_dense]
@@ -9,7 +10,8 @@ A click log has `table_rows`, `lookups`, `features` and `num_dense`. In place of
     "present"  float32 [n, S], 0 at padded places; only where bags are not always full
 
 Criteo's text files are turned into such arrays before training, by data/prepare/criteo.py (make
-data DATASET=criteo). The best possible score of the synthetic click log is known.
+data DATASET=criteo), and tables of your own by data/prepare/clicks.py (DATASET=clicks). The best
+possible score of the synthetic click log is known.
 """
 
 import dataclasses
@@ -38,16 +40,19 @@ MLPERF_ROWS = (40_000_000, 39_060, 17_295, 7_424, 20_265, 3, 7_122, 1_543, 63,
                14, 40_000_000, 40_000_000, 40_000_000, 590_152, 12_973, 108, 36)
 # fmt: on
 
-# What is copied of a URL: neither text nor the values of the vocabulary.
+# What is copied of a URL. Of vocabularies only those in columns/, which an export has.
 FILES = (
     "*prepared.json",
     "*complete",
     "*.npy",
     "*.npz",
     "!*vocabulary_*",
+    "*columns/*",
     *FINISHED,
     *movielens.FILES,
 )
+
+TABLE = re.compile(r"\.(csv|tsv|parquet|pq)(\.gz)?$", re.IGNORECASE)  # how names of tables end
 
 Split = Literal["train", "eval"]
 
@@ -59,6 +64,7 @@ class Files:
     dense: str
     sparse: str
     labels: str
+    present: str = ""  # of prepared bags
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,6 +74,7 @@ class Arrays:
     dense: np.ndarray  # [n, num_dense]
     sparse: list[np.ndarray]  # one [n, features]; or, with multi-hot, [n, lookups] of each feature
     labels: np.ndarray  # [n]
+    present: np.ndarray | None = None  # [n, lookups]; None: all ids are there
 
 
 class ClickLog:
@@ -89,6 +96,7 @@ class ClickLog:
     lookups: tuple[int, ...]
     features: tuple[str, ...]
     num_dense: int
+    columns: Path | None  # folder with the maps of own clicks, see data/clicks.py
     source: str  # and left_out: see data/splits.py
     left_out: Sequence[str]
 
@@ -100,6 +108,8 @@ class ClickLog:
         self._ends = np.empty(0, np.int64)  # the number of the row after each day's last
         self._modulo: np.ndarray | None = None  # uint32 [features]; None: ids are rows of tables
         self._multi_hot = False
+        self._prepared_lookups: tuple[int, ...] | None = None  # None: one per column
+        self.columns = None
         if (self.folder / "prepared.json").exists():
             self._open_prepared(rows)
         else:
@@ -122,9 +132,33 @@ class ClickLog:
             dense=f"{self.split}_dense.npy",
             sparse=f"{self.split}_sparse.npy",
             labels=f"{self.split}_labels.npy",
+            present=f"{self.split}_present.npy" if report.get("bags") else "",
         )
         self._files = [files]
+        if "features" not in report:  # Criteo's columns have no names
+            self._read_shapes()
+            return
+        self._prepared_lookups = tuple(report["lookups"])
         self._read_shapes()
+        self.features = tuple(report["features"])
+        self.columns = self.folder / "columns"
+        self._check_columns()
+
+    def _check_columns(self) -> None:
+        """Raises InputError where the maps of own clicks, which an export has, are not there."""
+        width = self._open(0).sparse[0].shape[1]
+        if width != sum(self.lookups) or len(self.features) != len(self.lookups):
+            raise InputError(
+                f"{self.folder} has {width} columns of ids, and its prepared.json tells of others; "
+                "delete the folder and prepare it again"
+            )
+        vocabularies = list(self.columns.glob("vocabulary_*.parquet"))
+        is_described = (self.columns / "columns.json").exists()
+        if not is_described or len(vocabularies) != len(self.features):
+            raise InputError(
+                f"{self.columns} is not whole: expected columns.json and a vocabulary of each of "
+                f"{len(self.features)} features; copy the whole folder, or prepare it again"
+            )
 
     def _open_torchrec(self, rows: int | Sequence[int] | None) -> None:
         days = self._days()
@@ -192,6 +226,8 @@ class ClickLog:
         for day, files in enumerate(self._files):
             arrays = self._open(day)
             lengths = {len(array) for array in (arrays.dense, *arrays.sparse, arrays.labels)}
+            if arrays.present is not None:
+                lengths.add(len(arrays.present))
             if len(lengths) > 1 or arrays.dense.ndim != 2:
                 raise InputError(
                     f"{self.folder}: {files.dense}, {files.sparse}, {files.labels} "
@@ -199,6 +235,8 @@ class ClickLog:
                 )
             if self._multi_hot:
                 lookups = tuple(array.shape[1] for array in arrays.sparse)
+            elif self._prepared_lookups is not None:
+                lookups = self._prepared_lookups
             else:
                 lookups = (1,) * arrays.sparse[0].shape[1]
             shapes.add((arrays.dense.shape[1], lookups))
@@ -226,7 +264,8 @@ class ClickLog:
                         f"{self.folder / name} is made of {array.dtype}; "
                         "expected numbers such as float32"
                     )
-            self._arrays[day] = Arrays(dense, sparse, labels.reshape(-1))
+            present = _map_npy(self.folder / files.present) if files.present else None
+            self._arrays[day] = Arrays(dense, sparse, labels.reshape(-1), present)
         return self._arrays[day]
 
     def _map_sparse(self, path: Path) -> list[np.ndarray]:
@@ -254,7 +293,7 @@ class ClickLog:
         return int(self._ends[-1])
 
     def batch(self, indices: np.ndarray) -> dict[str, np.ndarray]:
-        """Returns "dense", "ids" and "label" of these rows, see the module's docstring.
+        """Returns "dense", "ids", "label" and maybe "present", see the module's docstring.
 
         Neighbouring rows in order are read as one piece. Raises InputError for a row that cannot be
         trained on.
@@ -274,6 +313,8 @@ class ClickLog:
             "ids": np.empty((len(indices), sum(self.lookups)), np.int32),
             "label": np.empty(len(indices), np.float32),
         }
+        if self._files[0].present:
+            batch["present"] = np.empty(batch["ids"].shape, np.float32)
         for day in np.unique(days):
             of_day = days == day
             for key, values in self._rows(int(day), indices[of_day]).items():
@@ -304,7 +345,10 @@ class ClickLog:
         label = arrays.labels[selection].astype(np.float32)
         self._check_dense(dense, day, rows)
         self._check_label(label, day, rows)
-        return {"dense": dense, "ids": ids.astype(np.int32, copy=False), "label": label}
+        batch = {"dense": dense, "ids": ids.astype(np.int32, copy=False), "label": label}
+        if arrays.present is not None:
+            batch["present"] = arrays.present[selection].astype(np.float32)
+        return batch
 
     def _check_dense(self, dense: np.ndarray, day: int, rows: np.ndarray) -> None:
         """Raises InputError for a number that is not finite; `rows` are those of the day."""
@@ -419,6 +463,8 @@ class SyntheticClicks:
     Attributes:
         probability: of a click, [size]: what a perfect model predicts.
     """
+
+    columns = None  # it has no maps
 
     def __init__(
         self,
@@ -544,10 +590,11 @@ def open_clicks(
     """
     folder = Path(local_copy(data, *FILES)).expanduser()
     command = f"make data DATASET=criteo DATA={data}"
+    own = f'make data DATASET=clicks DATA={data} ARGS="--label clicked --categorical user,item"'
     if folder.is_file():
         raise InputError(
             f"{data} is a file; expected a folder. "
-            f"If it is Criteo's text, prepare it first: {command}"
+            f"If it is Criteo's text, prepare it first: {command}; if a table of your own: {own}"
         )
     if not folder.is_dir():
         raise InputError(
@@ -571,6 +618,10 @@ def open_clicks(
     if text_files(folder, ["train.txt", *days]):
         raise InputError(
             f"{data} holds Criteo's text files; turn them into arrays first: {command}"
+        )
+    if any(TABLE.search(path.name) for path in folder.iterdir()):
+        raise InputError(
+            f"{data} holds tables; turn them into arrays first, by the names of columns: {own}"
         )
     found = ", ".join(sorted(path.name for path in folder.iterdir())[:10]) or "nothing"
     raise InputError(

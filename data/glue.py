@@ -186,7 +186,7 @@ def read(data: str | Path, task: str, split: str, seed: int = 0) -> Examples:
     if str(data) == "synthetic":
         return _synthetic(chosen, split, seed)
 
-    folder = _local_folder(data, chosen)
+    folder = local_folder(data, chosen)
     if not folder.is_dir():
         return _read_hub(str(data), chosen, split)
 
@@ -219,7 +219,7 @@ def _check_split(task: Task, split: str) -> None:
     )
 
 
-def _local_folder(data: str | Path, task: Task) -> Path:
+def local_folder(data: str | Path, task: Task) -> Path:
     """Returns the folder of the data, which may not exist; copies a URL's files to the cache.
 
     Of a URL the folders of other tasks are not copied.
@@ -274,14 +274,14 @@ def _find_tsv(folder: Path, task: Task, split: str) -> tuple[Path, list[str]]:
     """
     candidates = []
     for path in sorted(folder.iterdir()):
-        if path.is_dir() and _normalized(path.name) == _normalized(task.folder):
+        if path.is_dir() and normalized(path.name) == normalized(task.folder):
             candidates.append(path)
     candidates.append(folder)
 
     for candidate in candidates:
         stems = [path.stem for path in candidate.glob("[!.]*.tsv") if path.is_file()]
         if stems:
-            _refuse_another_task(candidate, task)
+            refuse_another_task(candidate, task)
         stem, left_out = _choose(stems, task, split, str(candidate))
         if stem:
             return candidate / f"{stem}.tsv", [f"{name}.tsv" for name in left_out]
@@ -295,20 +295,20 @@ def _find_tsv(folder: Path, task: Task, split: str) -> tuple[Path, list[str]]:
     )
 
 
-def _refuse_another_task(folder: Path, task: Task) -> None:
+def refuse_another_task(folder: Path, task: Task) -> None:
     """Raises InputError for a folder that has the name of another task.
 
     The columns would not show it: those of CoLA and SST-2 are the same.
     """
-    tasks = {_normalized(one.folder): one.name for one in TASKS.values()}
-    other = tasks.get(_normalized(folder.resolve().name), task.name)
+    tasks = {normalized(one.folder): one.name for one in TASKS.values()}
+    other = tasks.get(normalized(folder.resolve().name), task.name)
     if other != task.name:
         raise InputError(
             f"{folder} is the folder of {other}, and the task is {task.name}; give one of both"
         )
 
 
-def _normalized(name: str) -> str:
+def normalized(name: str) -> str:
     """Returns a folder's name without case and hyphens, in which spellings differ: SST-2, sst2."""
     return "".join(letter for letter in name.lower() if letter.isalnum())
 
@@ -330,7 +330,7 @@ def _read_tsv(path: Path, task: Task) -> tuple[Examples, list[InputError]]:
     have any, at most QQP_BROKEN of its lines. Raises InputError, with the line, for a row or a
     header that is not GLUE's.
     """
-    lines = _read_lines(path)
+    lines = read_lines(path)
     layout = _find_layout(lines, path, task)
     label_numbers = _label_numbers(task)
     columns = [[] for _ in task.own_columns]
@@ -358,7 +358,7 @@ def _read_tsv(path: Path, task: Task) -> tuple[Examples, list[InputError]]:
     return _examples(columns, labels, task, len(broken)), broken
 
 
-def _read_lines(path: Path) -> list[str]:
+def read_lines(path: Path) -> list[str]:
     """Returns the lines of a UTF-8 file, without empty ones at its end.
 
     Only \\n ends a line: the sentences have other characters that Python takes for line ends.
@@ -534,7 +534,7 @@ def _find_table(folder: Path, task: Task, split: str) -> _Table | None:
             )
 
         if (candidate / "dataset_dict.json").exists():
-            _refuse_another_task(candidate, task)
+            refuse_another_task(candidate, task)
             return _open_saved(candidate, task, split)
 
         paths, left_out = _find_table_files(candidate, task, split)
@@ -576,7 +576,7 @@ def _find_table_files(folder: Path, task: Task, split: str) -> tuple[list[Path],
                 name = path.parent.name if "*/" in pattern else _without_shard_number(path)
                 files.setdefault(name, []).append(path)
             if any(splits.says_split(Path(name)) for name in files):
-                _refuse_another_task(folder, task)
+                refuse_another_task(folder, task)
 
             chosen, unused = _choose(list(files), task, split, str(folder))
             if chosen:
@@ -608,7 +608,7 @@ def _examples_of_rows(rows: "datasets.Dataset", where: str, task: Task) -> Examp
 
     columns = [list(rows[name]) for name in task.columns]
     for name, values in zip(task.columns, columns, strict=True):
-        _check_sentences(values, name, where, task)
+        check_sentences(values, name, where, task)
 
     label_numbers = _numbers_of_feature(rows.features["label"], where, task)
     labels = []
@@ -622,7 +622,7 @@ def _examples_of_rows(rows: "datasets.Dataset", where: str, task: Task) -> Examp
     return _examples(columns, labels, task)
 
 
-def _check_sentences(sentences: list[Any], column: str, where: str, task: Task) -> None:
+def check_sentences(sentences: list[Any], column: str, where: str, task: Task) -> None:
     """Raises InputError for a row that has no text."""
     may_be_empty = task.name == "qqp"  # three of its questions are, also on the hub
     for number, sentence in enumerate(sentences):

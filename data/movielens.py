@@ -73,6 +73,8 @@ class MovieLens:
     `max_bad_share`.
     """
 
+    columns = None  # no maps, see data/criteo.py
+
     def __init__(self, folder: str | Path, split: Split, max_bad_share: float = 0.0001):
         folder = Path(folder).expanduser()
         path = rating_file(folder)

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from predicting import command, write_classifier, write_lines, write_network, write_pictures
 from run_make import make
 
 import copy_model
@@ -196,6 +197,53 @@ def test_a_copy_brings_what_was_asked_for(tmp_path):
     assert re.search(no_data, refused), refused
 
 
+# By model: what its copy predicts with, of train/prediction.
+PREDICTS = {
+    "resnet50": {"pictures"},
+    "bert": {"sentences", "submission"},
+    "auto": {"sentences", "submission"},
+    "dlrm": {"clicks"},
+}
+EVERY_KIND = {"pictures", "sentences", "submission", "clicks"}
+
+
+@pytest.mark.parametrize("model", PREDICTS)
+def test_a_copy_predicts_what_its_model_is_for(model, tmp_path):
+    without = copied(model, tmp_path / "without")
+    assert not [file for file in without if file.startswith("train/predict")]
+
+    files = copied(model, tmp_path / "with", extras=("predict",))
+
+    assert {"train/predict.py", "train/prediction/pieces.py"} <= files
+    kinds = {kind for kind in EVERY_KIND if f"train/prediction/{kind}.py" in files}
+    assert kinds == PREDICTS[model]
+    others = {"models/resnet.py": "resnet50", "models/dlrm.py": "dlrm"}
+    assert not [file for file, owner in others.items() if file in files and owner != model]
+
+
+@pytest.mark.parametrize("model", ["resnet50", pytest.param("bert", marks=pytest.mark.slow)])
+def test_a_copy_predicts_in_its_folder(model, tmp_path, mesh):
+    copied(model, tmp_path, device="cpu", extras=("predict",))
+    new = tmp_path / "new"
+    if model == "resnet50":
+        write_network(tmp_path / "export", mesh)
+        write_pictures(new, ["a.jpg", "b.jpg"])
+    else:
+        write_classifier(tmp_path / "export", ("no", "yes"))
+        write_lines(new, ["the dog", "a cat"])
+    environment = dict(os.environ)
+    environment.pop("PYTHONPATH", None)
+    environment["CPU_NUM_DEVICES"] = "1"
+
+    words = command("export", "new")
+    result = subprocess.run(
+        words, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+    )
+
+    assert result.returncode == 0, result.stderr
+    assert len(result.stdout.splitlines()) == 2
+
+
 # ---- a new encoder -------------------------------------------------------------------------------
 # The record of an encoder that the project does not have, and its line.
 LINE = '    "electra": "models.encoders.electra",\n'
@@ -336,6 +384,8 @@ REFUSED = [
     (["MODEL=bert", "TASK=pretain"], "TASK=pretain is not one of MODEL=bert.*pretrain"),
     (["MODEL=dlrm", "TASK=pretrain"], "TASK=pretrain is not one of MODEL=dlrm"),
     (["MODEL=resnet50", "WITH=watch board"], "WITH=board is not known.*watch sharding"),
+    (["MODEL=transformer", "WITH=predict"], "WITH=predict is not for this copy.*translate.py"),
+    (["MODEL=bert", "TASK=pretrain", "WITH=predict"], "WITH=predict.*leave out TASK=pretrain"),
 ]
 
 

@@ -399,8 +399,9 @@ def test_an_export_of_labels_loads_in_torchvision(listed, tmp_path, mesh):
 
     pixels = torch.from_numpy(images.example(0, np.random.default_rng(0))["image"])[None]
     normalize = resnet.Normalize(imagenet.IMAGENET_MEAN, imagenet.IMAGENET_STD)
+    state = resnet50.State(model.eval(), normalize, None)
     with torch.no_grad():
-        ours = resnet.compute_logits(model.eval(), normalize, pixels)
+        ours = resnet50.compute_logits(state, {"image": pixels}, mesh)
         expected = theirs.eval()(normalize(pixels))
     torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-4)
 

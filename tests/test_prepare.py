@@ -1,4 +1,4 @@
-"""What the three preparations have in common (data/prepare/pipeline.py).
+"""What the preparations have in common (data/prepare/pipeline.py).
 
 Plan, passes, resume, report, command line.
 """
@@ -20,12 +20,15 @@ from types import ModuleType
 
 import fsspec
 import pytest
+from click_tables import FLAGS as CLICK_FLAGS
+from click_tables import draw
+from click_tables import write as write_table
 from corpora import contents, pair_corpus, text_corpus
 from criteo_text import random_rows, write
 
 from data import remote
 from data.criteo import open_clicks
-from data.prepare import criteo, files, pipeline, text, wmt
+from data.prepare import clicks, criteo, files, pipeline, text, wmt
 from data.remote import local_copy
 from data.text import open_text
 from data.wmt import open_pairs
@@ -39,6 +42,12 @@ def write_clicks(folder: Path, end: str) -> None:
     write(folder / "day_0", random_rows(70, 0))
     write(folder / f"day_1{end}", random_rows(70, 1))
     write(folder / "day_2", random_rows(70, 2))
+
+
+def write_log(folder: Path, end: str) -> None:
+    """Writes two files of rows of your own, the second packed if `end` is .gz."""
+    write_table(folder / "a.csv", draw(60).columns)
+    write_table(folder / f"b.csv{end}", draw(60, seed=1).columns)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,6 +83,22 @@ PROGRAMS = {
             "--hash-rows is -1; expected 0, or 3": {"hash_rows": -1},
             "--bad-rows is 1.0; expected a share": {"bad_rows": 1.0},
             "--threshold 5 needs a vocabulary.*drop one": {"threshold": 5, "hash_rows": 100},
+        },
+    ),
+    "clicks": Program(
+        module=clicks,
+        write=write_log,
+        open=open_clicks,
+        chunk_setting="CHUNK_ROWS",
+        small_chunk=20,
+        smaller_chunk=13,
+        any_size=False,
+        flags={"threshold": 2, **CLICK_FLAGS},
+        summary=r"\d+ training rows with \d+ clicks and \d+ evaluation rows with \d+; 2 numbers; ",
+        refused={
+            "--threshold is 0; expected 1": {"threshold": 0},
+            "--most is 0; expected at least 1": {"most": 0},
+            "--eval-share is 0; expected a share": {"eval_share": 0},
         },
     ),
     "text": Program(

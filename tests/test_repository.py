@@ -283,7 +283,7 @@ def test_the_pages_have_commands_of_make_and_python():
 
 @pytest.mark.parametrize("command", sorted(set(COMMANDS)))
 def test_every_command_of_the_pages_is_one(command):
-    taken_by_the_shell = r"\\$| < .*"
+    taken_by_the_shell = r"\\$| [<>] .*"
     program, *arguments = shlex.split(re.sub(taken_by_the_shell, "", command))
 
     if program == "make":
@@ -494,6 +494,7 @@ OTHER_TARGETS = (
     "board",
     "bench",
     "translate",
+    "predict",
     "compile",
     "logs",
     "clean",
@@ -614,10 +615,16 @@ def test_a_new_environment_has_makes_mark_before_all_else(tmp_path):
 
 @pytest.mark.parametrize(
     ("target", "takes_it"),
-    [("train", True), ("translate", True), ("compile", False), ("lint", False)],
+    [
+        ("train", True),
+        ("translate", True),
+        ("predict", True),
+        ("compile", False),
+        ("lint", False),
+    ],
 )
 def test_make_takes_a_device_where_it_means_something(target, takes_it):
-    variables = make("-pn", target, "MODEL=dlrm", "MODEL_DIR=x", "DEVICE=cpu").stdout
+    variables = make("-pn", target, "MODEL=dlrm", "MODEL_DIR=x", "DATA=y", "DEVICE=cpu").stdout
     assert ("\nEAGER := cpu\n" in variables) == takes_it
 
 
@@ -671,7 +678,7 @@ def test_make_refuses_a_python_that_is_none(working_python, tmp_path):
 
 @pytest.mark.parametrize(
     ("dataset", "reason"),
-    [("imagenet", "of: criteo images text"), ("criteo", "DATA is missing")],
+    [("imagenet", "of: clicks criteo images text"), ("criteo", "DATA is missing")],
 )
 def test_make_data_refuses_what_it_cannot_prepare(dataset, reason):
     result = make("data", f"DATASET={dataset}")

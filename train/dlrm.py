@@ -9,7 +9,7 @@ recipes   kaggle     facebookresearch/dlrm bench/dlrm_s_criteo_kaggle.sh: SGD 0.
           mlperf_v2  mlcommons/training recommendation_v2/torchrec_dlrm: DCN-v2, multi-hot,
                      Adagrad 0.005, batch 65,536; target AUC 0.80275
 data      Criteo's click logs, prepared by `make data DATASET=criteo DATA=…`, or in torchrec's
-          arrays; MovieLens
+          arrays; a log of your own, prepared by `make data DATASET=clicks DATA=…`; MovieLens
 run       python -m train.dlrm tiny                          synthetic data: half a minute on two
                                                              CPU cores
           python -m train.dlrm kaggle --data /data/kaggle    on a TPU VM
@@ -361,7 +361,8 @@ def evaluate(
 
 def export(folder: str, state: State, data: Data, config: Config, checkpoint_folder: str) -> None:
     """Writes what torchrec's DLRM loads: model.safetensors without the tables, and a file per
-    table, out of the newest checkpoint, the only place where a table is whole."""
+    table, out of the newest checkpoint, the only place where a table is whole. Of own clicks the
+    maps from values to ids come along, in the folder clicks."""
     metadata = {}
     for name in ("dim", "bottom", "top", "interaction", "cross"):
         metadata[name] = json.dumps(getattr(config, name))
@@ -375,6 +376,8 @@ def export(folder: str, state: State, data: Data, config: Config, checkpoint_fol
         table = embedding.read_table(checkpoint_folder, name)
         path = f"{folder}/tables/{name}.safetensors"
         files.save_weights(path, {TABLE_KEY.format(name): table}, {})
+    if data.train.columns is not None:
+        files.copy_folder(data.train.columns, f"{folder}/clicks")
 
 
 def main(config: Config) -> dict[str, float]:

@@ -40,6 +40,7 @@ from models import (
     heads,
     layers,
 )
+from models.encoders.record import FineTuning
 from train.common import accumulate, checkpoint, cli, device, files, loading
 from train.common.batches import Examples
 from train.common.mesh import WHOLE, Layout, Mesh
@@ -98,7 +99,7 @@ SYNTHETIC_INIT = 0.05  # the spread of a trial's new weights
 NEW = "new"  # as --checkpoint
 NEW_SIZE = "mini"
 NEW_WORDS = 8000  # the largest vocabulary
-NEW_RECIPE = encoders.FineTuning(
+NEW_RECIPE = FineTuning(
     source="weights that are not pretrained need a higher rate and more epochs",
     checkpoint=NEW,
     lr=5e-4,
@@ -335,6 +336,17 @@ def build(config: Config, data: Data, mesh: Mesh) -> State:
     The optimizer's state exists from the start: made in the first step, it would make the second
     step another graph.
     """
+    model = on_device(data.model, mesh)
+    groups = architectures.parameter_groups(model, config.weight_decay)
+    betas = (0.9, encoders.by_name(config.model).fine_tuning.beta2)
+    # XLA has no foreach kernels.
+    optimizer = torch.optim.AdamW(groups, config.lr, betas, ADAM_EPS, foreach=False)
+    device.init_optimizer_state(optimizer, mesh)
+    return State(model, optimizer)
+
+
+def on_device(model: nn.Module, mesh: Mesh) -> nn.Module:
+    """Moves a model to the device, with the layers that train and evaluate there."""
     # For the whole process: how layers are written. Clamped attention weights compile to faster
     # programs, but some versions of the TPU's compiler crash on them (docs/tpu.md).
     layers.use_forms(clamp_weights=not mesh.safe_forms)
@@ -344,15 +356,8 @@ def build(config: Config, data: Data, mesh: Mesh) -> State:
     packing_parts = 0
     if mesh.kind.startswith("TPU"):
         packing_parts = math.lcm(PACKING_PARTS, mesh.num_devices)
-    model = encoder_layers.fast_layers(data.model, packing_parts=packing_parts)
-    model = device.to_device(model, mesh, encoders.rules)
-
-    groups = architectures.parameter_groups(model, config.weight_decay)
-    betas = (0.9, encoders.by_name(config.model).fine_tuning.beta2)
-    # XLA has no foreach kernels.
-    optimizer = torch.optim.AdamW(groups, config.lr, betas, ADAM_EPS, foreach=False)
-    device.init_optimizer_state(optimizer, mesh)
-    return State(model, optimizer)
+    model = encoder_layers.fast_layers(model, packing_parts=packing_parts)
+    return device.to_device(model, mesh, encoders.rules)
 
 
 def forward(

@@ -184,7 +184,7 @@ def write_folder(folder: str, write: Callable[[str], None]) -> None:
     try:
         with tempfile.TemporaryDirectory() as local:
             write(local)
-            _copy_files(local, folder)
+            copy_folder(local, folder)
     except (OSError, safetensors.SafetensorError) as error:
         raise InputError(
             f"cannot write {folder}, which is made in a temporary folder: {error}; "
@@ -192,8 +192,12 @@ def write_folder(folder: str, write: Callable[[str], None]) -> None:
         ) from error
 
 
-def _copy_files(local: str, folder: str) -> None:
-    """Copies all files below a local folder to the same paths below `folder`."""
+def copy_folder(local: str | Path, folder: str) -> None:
+    """Copies all files below a local folder to the same paths below `folder`, a path or URL.
+
+    Raises:
+        InputError: one cannot be written.
+    """
     for path in sorted(Path(local).rglob("*")):
         if path.is_file():
             copy = f"{folder.rstrip('/')}/{path.relative_to(local)}"

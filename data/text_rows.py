@@ -1,0 +1,270 @@
+"""Texts to predict: lines, or columns of a CSV, TSV, JSON lines or parquet file, read as they are
+needed.
+
+    for row in rows("new.csv", ("question", "answer")):
+        row.texts                # ("How …?", "By …")
+        row.where, row.error     # "new.csv line 7", "its answer is empty"
+
+What a file may be is what data/own_text.py trains on. But a row that cannot be used has an error,
+and does not end the file.
+"""
+
+import csv
+import itertools
+import json
+import re
+import sys
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import IO, Any
+
+import fsspec
+
+from errors import InputError
+
+STANDARD_INPUT = "-"
+TABLE = re.compile(r"\.(csv|tsv|jsonl|ndjson|json|parquet)(\.gz)?$", re.IGNORECASE)
+TABLES = ".csv, .tsv, .jsonl or .parquet"
+SEPARATORS = (",", ";", "\t")  # of CSV files
+SHOWN = 60  # characters of a value in a message
+PARQUET_ROWS = 1024  # read at a time
+
+
+@dataclass(frozen=True)
+class Row:
+    """The texts of a row.
+
+    Attributes:
+        texts: one, or two of a pair; what the row has of them, where there is an error.
+        where: the file, and the line or the row, both counted from 1.
+        error: why it cannot be used; "": it can.
+    """
+
+    texts: tuple[str, ...]
+    where: str
+    error: str = ""
+
+
+def is_table(data: str) -> bool:
+    """Tells whether a file has columns, by the end of its name."""
+    return TABLE.search(data) is not None
+
+
+def lines(data: str) -> Iterator[Row]:
+    """Returns the lines of a file, or of the standard input for "-", as rows of one text.
+
+    Raises:
+        InputError: the file cannot be opened; or, with a row, be read on.
+    """
+    if data == STANDARD_INPUT:
+        return _numbered(sys.stdin.buffer, "the standard input")
+    return _numbered(_opened(data), data)
+
+
+def rows(data: str, columns: Sequence[str]) -> Iterator[Row]:
+    """Returns the rows of a file with columns, see `is_table`.
+
+    Args:
+        data: a path or URL.
+        columns: the names of those with the texts.
+    Raises:
+        InputError: the file cannot be opened, lacks a column, or has it twice; no column is named;
+            or, with a row, where it is so damaged that the next row is not known.
+    """
+    kind = TABLE.search(data)[1].lower()
+    if kind == "parquet":
+        return _parquet(data, columns)
+    if kind in ("csv", "tsv"):
+        return _separated(data, columns)
+    return _json_lines(data, columns)
+
+
+def chunks(found: Iterable[Row], sizes: Iterable[int]) -> Iterator[list[Row]]:
+    """Yields rows in lists of these sizes; the last one may be shorter."""
+    found = iter(found)
+    for size in sizes:
+        chunk = list(itertools.islice(found, size))
+        if not chunk:
+            return
+        yield chunk
+
+
+def _opened(data: str) -> IO[bytes]:
+    """Returns an open file, unpacked if it is .gz; raises InputError where it cannot be opened."""
+    try:
+        return fsspec.open(data, "rb", compression="infer").open()
+    except FileNotFoundError:
+        raise InputError(f"there is no file {data}; give a file of texts") from None
+    except IsADirectoryError:
+        raise InputError(f"{data} is a folder; give a file of it") from None
+    except Exception as error:  # every store has exceptions of its own
+        raise InputError(f"{data} cannot be read: {error}") from error
+
+
+def _check_columns(data: str, columns: Sequence[str], names: Sequence[str]) -> None:
+    """Raises InputError where a table with columns of these names has not those that are needed."""
+    has = f"it has the columns {', '.join(names) or 'none'}"
+    if not columns:
+        raise InputError(
+            f"which column of {data} has the text is not known; {has}: "
+            "name one by --text, or two of pairs"
+        )
+    for name in columns:
+        count = list(names).count(name)
+        if count == 0:
+            raise InputError(f"{data} has no column {name}; {has}: name that of the text by --text")
+        if count > 1:
+            raise InputError(f"{data} has {count} columns {name}; rename all but one")
+
+
+def _row(values: Sequence[Any], columns: Sequence[str], where: str) -> Row:
+    """Returns a row of these values, with an error where one is no text."""
+    texts = tuple("" if value is None else str(value) for value in values)
+    for number, value in enumerate(values):
+        name = columns[number] if columns else "text"
+        if not isinstance(value, str) and value is not None:
+            return Row(texts, where, f"its {name} is {str(value)[:SHOWN]}, which is no text")
+        if value is None or not value.strip():
+            return Row(texts, where, f"its {name} is empty")
+        if not value.isascii() and any("\udc80" <= letter <= "\udcff" for letter in value):
+            return Row(texts, where, f"its {name} is not UTF-8")
+    return Row(texts, where)
+
+
+def _lines(file: IO[bytes], data: str) -> Iterator[str]:
+    """Yields the lines of a file, without their ends; bytes that are not UTF-8 as surrogates.
+
+    Only \\n ends a line: texts have other characters that Python takes for line ends.
+    """
+    number = 0
+    try:
+        for line in file:
+            if number == 0:
+                line = line.removeprefix(b"\xef\xbb\xbf")  # Windows' editors begin with this mark
+            number += 1
+            text = line.decode("utf-8", "surrogateescape")
+            yield text.removesuffix("\n").removesuffix("\r")
+    except (OSError, EOFError, zlib.error) as error:
+        raise InputError(f"{data} cannot be read after line {number}: {error}") from error
+
+
+def _numbered(file: IO[bytes], data: str) -> Iterator[Row]:
+    for number, line in enumerate(_lines(file, data), 1):
+        yield _row([line], (), f"{data} line {number}")
+
+
+# Tables
+
+
+def _separated(data: str, columns: Sequence[str]) -> Iterator[Row]:
+    """Opens a CSV or TSV file, whose first line names its columns."""
+    csv.field_size_limit(sys.maxsize)  # by default 131,072 characters
+    # With their ends, which a field in quotes keeps.
+    content = (f"{line}\n" for line in _lines(_opened(data), data))
+    skipped = 0
+    header_line = ""
+    for header_line in content:
+        if header_line.strip():
+            break
+        skipped += 1
+
+    separator = _find_separator(header_line, columns)
+    names = _header(header_line, separator)
+    _check_columns(data, columns, names)
+    reader = csv.reader(content, delimiter=separator, strict=True)
+    return _fields(reader, data, names, columns, lines_before=skipped + 1)
+
+
+def _header(line: str, separator: str) -> list[str]:
+    """Returns the names in the first line of a CSV file."""
+    return [name.strip() for name in next(csv.reader([line], delimiter=separator), [])]
+
+
+def _find_separator(line: str, columns: Sequence[str]) -> str:
+    """Returns the sign under which a header has all columns, else the one that makes most."""
+    headers = {separator: _header(line, separator) for separator in SEPARATORS}
+    for separator, names in headers.items():
+        if columns and all(name in names for name in columns):
+            return separator
+    return max(headers, key=lambda separator: len(headers[separator]))
+
+
+def _fields(
+    reader: Any, data: str, names: Sequence[str], columns: Sequence[str], lines_before: int
+) -> Iterator[Row]:
+    """Yields the rows of a csv reader behind the header; empty lines are none."""
+    places = [names.index(name) for name in columns]
+    while True:
+        where = f"{data} line {lines_before + reader.line_num + 1}"
+        try:
+            fields = next(reader, None)
+        except csv.Error as error:
+            raise InputError(
+                f"{where} cannot be read as CSV: {error}; a field that begins with a quote must "
+                'end with one, and a quote in it is written twice: "say ""hello"""'
+            ) from error
+        if fields is None:
+            return
+        if not fields:
+            continue
+        if len(fields) == len(names):
+            yield _row([fields[place] for place in places], columns, where)
+        else:
+            error = f"it has {len(fields)} fields, and the header {len(names)}"
+            yield Row(tuple(fields), where, error)
+
+
+def _json_lines(data: str, columns: Sequence[str]) -> Iterator[Row]:
+    """Opens a file with a JSON object a line, of which the first one has all columns."""
+    content = _lines(_opened(data), data)
+    first = next(content, "")
+    of_first = _parsed(first)
+    if not isinstance(of_first, dict):
+        raise InputError(f"{data} line 1 is no JSON object; expected one a line")
+    _check_columns(data, columns, list(of_first))
+    return _objects(itertools.chain([first], content), data, columns)
+
+
+def _objects(content: Iterator[str], data: str, columns: Sequence[str]) -> Iterator[Row]:
+    """Yields the rows of lines of JSON; empty lines are none."""
+    for number, line in enumerate(content, 1):
+        where = f"{data} line {number}"
+        values = _parsed(line)
+        if isinstance(values, dict):
+            yield _row([values.get(name) for name in columns], columns, where)
+        elif line.strip():
+            yield Row((line,), where, "it is no JSON object")
+
+
+def _parsed(line: str) -> Any:
+    """Returns the content of a line of JSON; None where it is none."""
+    try:
+        return json.loads(line)
+    except ValueError:
+        return None
+
+
+def _parquet(data: str, columns: Sequence[str]) -> Iterator[Row]:
+    """Opens a parquet file."""
+    import pyarrow as pa  # lines of text do not need it
+    import pyarrow.parquet as pq
+
+    try:
+        table = pq.ParquetFile(_opened(data))
+    except (pa.ArrowException, OSError) as error:
+        raise InputError(f"{data} cannot be read as parquet: {error}") from error
+    _check_columns(data, columns, table.schema_arrow.names)
+
+    def read() -> Iterator[Row]:
+        number = 0
+        try:
+            for batch in table.iter_batches(PARQUET_ROWS, columns=list(columns)):
+                by_column = [batch.column(name).to_pylist() for name in columns]
+                for values in zip(*by_column, strict=True):
+                    number += 1
+                    yield _row(values, columns, f"{data} row {number}")
+        except (pa.ArrowException, OSError) as error:
+            raise InputError(f"{data} is damaged after row {number}: {error}") from error
+
+    return read()

@@ -1,0 +1,112 @@
+"""train/dlrm.py on a user's own clicks: it learns, resumes, and its export has names and maps."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+import safetensors
+import torch
+from click_tables import FLAGS, draw, write
+from helpers import equal, exported, stop_at, terminate
+from sklearn.metrics import roc_auc_score
+
+from bench import dlrm_torchrec
+from data.clicks import Columns
+from data.prepare.clicks import prepare
+from train import dlrm
+
+DRAWN = draw(12_000)
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("own")
+    prepare(write(folder / "log.csv", DRAWN.columns), **FLAGS)
+    return folder / "prepared"
+
+
+@pytest.fixture(scope="module")
+def config(prepared, tmp_path_factory) -> dlrm.Config:
+    return replace(
+        dlrm.TINY,
+        data=str(prepared),
+        epochs=2,
+        batch_size=128,
+        workers=0,
+        runs=str(tmp_path_factory.mktemp("runs")),
+    )
+
+
+@pytest.fixture(scope="module")
+def trained(config) -> tuple[Path, dict[str, float]]:
+    metrics = dlrm.main(replace(config, name="run"))
+    return Path(config.runs, "run"), metrics
+
+
+def perfect_auc(rows: int) -> float:
+    """Returns the AUC of the true probabilities on the last rows."""
+    return roc_auc_score(DRAWN.columns["clicked"][-rows:], DRAWN.probability[-rows:])
+
+
+def test_own_clicks_are_learnt(trained, config):
+    _, metrics = trained
+    rows = len(dlrm.open_data(config).eval)
+
+    assert 1150 < rows < 1250
+    assert 0.75 < perfect_auc(rows) < 0.9
+    assert metrics["auc"] > perfect_auc(rows) - 0.03
+
+
+def test_weights_that_do_not_move_learn_nothing(config):
+    metrics = dlrm.main(replace(config, name="still", lr=0.0, epochs=1))
+
+    assert 0.4 < metrics["auc"] < 0.6
+
+
+def test_a_stopped_run_on_own_clicks_resumes_exactly(trained, config):
+    path, metrics = trained
+    config = replace(config, name="stopped", save_every=20)
+    stop_at(100, terminate, dlrm.main, config)
+
+    resumed = dlrm.main(config)
+
+    assert resumed == metrics
+    assert equal(exported(Path(config.runs, "stopped")), exported(path))
+
+
+def test_the_export_has_the_names_and_the_maps(trained, prepared):
+    path, _ = trained
+
+    with safetensors.safe_open(path / "export/model.safetensors", "pt") as file:
+        about = {name: json.loads(value) for name, value in file.metadata().items()}
+
+    assert about["features"] == ["user", "item", "tags"]
+    assert about["num_dense"] == 2
+    tables = {file.stem for file in (path / "export/tables").iterdir()}
+    assert tables == {"user", "item", "tags"}
+    assert dlrm.TABLE_KEY.format("user") in exported(path)
+    ours = {file.name: file.read_bytes() for file in (path / "export/clicks").iterdir()}
+    theirs = {file.name: file.read_bytes() for file in (prepared / "columns").iterdir()}
+    assert ours == theirs
+    assert "vocabulary_user.parquet" in ours
+
+
+def test_torchrec_scores_raw_rows_by_the_export(trained, config):
+    """The rows that are evaluated, from pandas by the maps of the export, through torchrec's DLRM:
+    the AUC is that of the run."""
+    path, metrics = trained
+    log = dlrm.open_data(config).eval
+    theirs = dlrm_torchrec.build(config, log)
+    theirs.load_state_dict(exported(path))
+    frame = pd.DataFrame(DRAWN.columns)[-len(log) :]
+
+    batch = Columns.load(path / "export/clicks").encode(frame)
+    with torch.no_grad():
+        dense = torch.from_numpy(batch["dense"])
+        logits = theirs(dense, dlrm_torchrec.keyed(batch, log)).squeeze(1).numpy()
+
+    assert roc_auc_score(frame["clicked"], logits) == pytest.approx(metrics["auc"], rel=1e-5)
+    assert np.ptp(logits) > 1

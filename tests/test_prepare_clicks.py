@@ -1,0 +1,370 @@
+"""data/prepare/clicks.py: which rows are for evaluation, figures and vocabularies of the training
+rows, refusals. pandas and scikit-learn are the reference.
+
+What it shares with other preparations (resume, workers, URLs) is in test_prepare.py.
+"""
+
+import datetime
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+from click_tables import FLAGS, draw, part, write
+from sklearn.preprocessing import StandardScaler
+
+from data import clicks, splits
+from data import criteo as cr
+from data.prepare import clicks as pre
+from errors import InputError
+
+DRAWN = draw(400)
+COLUMNS = DRAWN.columns
+SIMPLE = {"label": "clicked", "categorical": "user"}
+NAMES = {"clicked": [0, 1] * 10, "user": list("abcdefghij") * 2, "ts": list(range(20))}
+
+
+def everything(folder: Path, split: str) -> dict[str, np.ndarray]:
+    """Returns all rows of a prepared split as one batch."""
+    log = cr.ClickLog(folder, split)
+    return log.batch(np.arange(len(log)))
+
+
+def users(folder: Path, split: str) -> list[str]:
+    """Returns the user of each row of a prepared split; "?" for one without an id."""
+    columns = clicks.Columns.load(folder / "columns")
+    known = ["?", *columns.categories[0].values.to_pylist()]
+    return [known[number] for number in everything(folder, split)["ids"][:, 0]]
+
+
+# ---- values ------------------------------------------------------------------------------------
+def test_a_hand_written_file_gives_values_worked_out_by_hand(tmp_path, capsys):
+    log = {
+        "price": [1, 3, None, 5, 100],
+        "user": ["b", "a", "b", "c", "new"],
+        "tags": ["x|y", "", "y", "z|y|x", "y|new"],
+        "clicked": ["true", "false", "true", "false", "true"],
+        "unused": list("vwxyz"),
+    }
+    more = {name: [values[3], values[4]] for name, values in log.items()}
+    write(tmp_path / "train.csv", part(log, 0, 4), ";")
+    write(tmp_path / "valid.csv.gz", more, "\t")
+    flags = {"label": "clicked", "dense": "price", "categorical": "user", "multi": "tags"}
+
+    report = pre.prepare(tmp_path, threshold=1, most=2, **flags)
+
+    deviation = np.std([1, 3, 5])
+    train = everything(tmp_path / "prepared", "train")
+    assert train["label"].tolist() == [1, 0, 1, 0]
+    expected = [-2 / deviation, 0, 0, 2 / deviation]
+    assert train["dense"][:, 0].tolist() == pytest.approx(expected)
+    # Users: b 1, a 2, c 3. Tags: y 1, x 2, z 3.
+    assert train["ids"].tolist() == [[1, 2, 1], [2, 0, 0], [1, 1, 0], [3, 1, 2]]
+    assert train["present"].tolist() == [[1, 1, 1], [1, 0, 0], [1, 1, 0], [1, 1, 1]]
+    evaluation = everything(tmp_path / "prepared", "eval")
+    assert evaluation["ids"].tolist() == [[3, 1, 2], [0, 1, 0]]
+    assert evaluation["present"].tolist() == [[1, 1, 1], [1, 1, 1]]
+    assert evaluation["dense"][1, 0] == pytest.approx(97 / deviation)
+    assert report["rows"] == {"train": 4, "eval": 2}
+    assert report["clicks"] == {"train": 2, "eval": 1}
+    assert report["notes"]["train"] == {"missing": {"price": 1}, "unknown": {}, "cut": {"tags": 1}}
+    assert "trained on train.csv, evaluated on valid.csv.gz\n" in capsys.readouterr().out
+
+
+def test_numbers_are_standardised_by_the_training_rows(tmp_path):
+    path = write(tmp_path / "log.parquet", COLUMNS)
+    pre.prepare(path, **FLAGS)
+
+    train = everything(tmp_path / "prepared", "train")["dense"]
+    evaluation = everything(tmp_path / "prepared", "eval")["dense"]
+
+    frame = pd.DataFrame(COLUMNS)
+    raw = np.stack([frame["price"], np.log1p(frame["views"])], 1)
+    scaler = StandardScaler().fit(raw[: len(train)])
+    expected = np.nan_to_num(scaler.transform(raw))
+    np.testing.assert_allclose(np.concatenate([train, evaluation]), expected, atol=1e-5)
+    missing = frame["price"].isna()[: len(train)]
+    assert missing.sum() > 5
+    assert not train[missing, 0].any()
+
+
+def test_ids_come_by_the_counts_of_pandas(tmp_path):
+    path = write(tmp_path / "log.csv", COLUMNS)
+    report = pre.prepare(path, threshold=12, **FLAGS)
+    frame = pd.DataFrame(COLUMNS)[: report["rows"]["train"]]
+
+    columns = clicks.Columns.load(tmp_path / "prepared/columns")
+
+    series = {"user": frame["user"], "item": frame["item"], "tags": frame["tags"].explode()}
+    for category in columns.categories:
+        counts = series[category.name].value_counts()
+        ranked = sorted(counts.items(), key=lambda pair: (-pair[1], pair[0]))
+        expected = [value for value, count in ranked if count >= 12]
+        assert category.values.to_pylist() == expected
+        assert len(expected) > 0
+    assert report["table_rows"][1] < report["values_seen"][1] + 1
+    assert report["lookups"][2] == frame["tags"].str.len().max()
+
+
+def test_values_of_many_chunks_are_counted_once(tmp_path, monkeypatch):
+    path = write(tmp_path / "log.csv", COLUMNS)
+    whole = pre.prepare(path, tmp_path / "whole", **FLAGS)
+    monkeypatch.setattr(pre, "CHUNK_ROWS", 9)
+    monkeypatch.setattr(pre, "MERGED_AT_LEAST", 5)
+
+    chunked = pre.prepare(path, tmp_path / "chunked", **FLAGS)
+
+    assert chunked == whole
+    for split in ("train", "eval"):
+        one = everything(tmp_path / "whole", split)
+        other = everything(tmp_path / "chunked", split)
+        np.testing.assert_allclose(one.pop("dense"), other.pop("dense"), atol=1e-6)
+        np.testing.assert_equal(one, other)
+
+
+def test_an_empty_value_is_a_value(tmp_path):
+    log = {**NAMES, "user": ["", "a"] * 9 + ["", ""]}
+
+    pre.prepare(write(tmp_path / "log.csv", log), time="ts", **SIMPLE)
+
+    assert users(tmp_path / "prepared", "train") == ["", "a"] * 9
+    assert users(tmp_path / "prepared", "eval") == ["", ""]
+
+
+def test_a_number_that_never_changes_is_said(tmp_path, capsys):
+    path = write(tmp_path / "log.csv", {**NAMES, "price": [0.1] * 20})
+
+    pre.main(["--data", str(path), "--label=clicked", "--categorical=user", "--dense=price"])
+
+    assert (
+        "price has no two values in the training rows, and becomes 0\n" in capsys.readouterr().out
+    )
+    assert not everything(tmp_path / "prepared", "train")["dense"].any()
+
+
+# ---- splits ------------------------------------------------------------------------------------
+@pytest.mark.parametrize("kind", ["whole", "float", "day", "second", "timestamp"])
+@pytest.mark.parametrize("ending", ["csv", "parquet"])
+def test_the_last_rows_by_time_are_for_evaluation(tmp_path, capsys, kind, ending):
+    """Wherever they stand; those of one time stay together."""
+    day = datetime.datetime(2026, 1, 1)
+    times = {
+        "whole": lambda number: number,
+        "float": lambda number: number + 0.5,
+        "day": lambda number: (day + datetime.timedelta(days=number)).date().isoformat(),
+        "second": lambda number: (day + datetime.timedelta(hours=number)).isoformat(" "),
+        "timestamp": lambda number: day + datetime.timedelta(days=number),
+    }[kind]
+    shuffled = np.random.default_rng(0).permutation(len(DRAWN))
+    log = {name: [values[row] for row in shuffled] for name, values in COLUMNS.items()}
+    log["ts"] = [times(number) for number in log["ts"]]
+    path = write(tmp_path / f"log.{ending}", log)
+
+    report = pre.prepare(path, **FLAGS)
+
+    # Of 400 rows 40; the time of the 360th belongs to the nearer side.
+    numbers = np.array([COLUMNS["ts"][row] for row in shuffled])
+    first = np.sort(numbers)[360]
+    rows_from = {first: (numbers >= first).sum(), first + 1: (numbers > first).sum()}
+    cut = min(rows_from, key=lambda time: abs(rows_from[time] - 40))
+    is_train = numbers < cut
+    assert report["rows"] == {"train": is_train.sum(), "eval": (~is_train).sum()}
+    expected = np.array(log["clicked"])
+    for split, rows in (("train", is_train), ("eval", ~is_train)):
+        found = everything(tmp_path / "prepared", split)["label"]
+        np.testing.assert_array_equal(found, expected[rows])
+    later = min(time for number, time in zip(numbers, log["ts"], strict=True) if number >= cut)
+    assert f"evaluated on log.{ending} from ts {str(later).removesuffix(' 00:00:00')}" in (
+        capsys.readouterr().out
+    )
+
+
+@pytest.mark.parametrize(
+    ("times", "evaluated"),
+    [
+        ([1] * 10 + [2] * 10, 10),  # the only cut
+        ([1] * 17 + [2] * 3, 3),
+        ([1] * 16 + [2] * 4, 4),
+        ([1] * 14 + [2] * 5 + [3], 1),  # 1 is nearer to 2 than 6
+        ([1] * 14 + [2] * 2 + [3] * 4, 4),
+        ([3] * 5 + [1] * 15, 5),
+    ],
+)
+def test_rows_of_one_time_stay_on_one_side(tmp_path, times, evaluated):
+    log = {**NAMES, "ts": times}
+    twice = {name: values * 2 for name, values in log.items()}
+    twice["clicked"] = [0, 1] * 10 + [1, 0] * 10
+
+    report = pre.prepare(write(tmp_path / "log.csv", twice), time="ts", **SIMPLE)
+
+    assert report["rows"]["eval"] == 2 * evaluated
+
+
+def test_without_a_time_the_last_rows_of_the_files_count(tmp_path, capsys):
+    for day in (0, 1, 2, 10):
+        write(tmp_path / f"day_{day}.csv", {**NAMES, "user": [f"of {day}"] * 20})
+
+    pre.prepare(tmp_path, eval_share=0.2, **SIMPLE)
+
+    expected = ["of 0"] * 20 + ["of 1"] * 20 + ["of 2"] * 20 + ["of 10"] * 4
+    assert users(tmp_path / "prepared", "train") == expected
+    assert users(tmp_path / "prepared", "eval") == ["of 10"] * 16
+    said = "evaluated on the last 20 % of the rows of day_0.csv, day_1.csv, day_2.csv, day_10.csv"
+    assert said in capsys.readouterr().out
+
+
+def test_files_that_say_their_split_are_taken_for_it(tmp_path, capsys):
+    write(tmp_path / "train-1.csv", {**NAMES, "user": ["a"] * 20})
+    write(tmp_path / "train-2.parquet", {**NAMES, "user": ["b"] * 20})
+    write(tmp_path / "validation.csv", {**NAMES, "user": ["a", "c"] * 10})
+    write(tmp_path / "validation.csv.gz", NAMES)  # beside its plain twin
+    write(tmp_path / "test.csv", NAMES)
+
+    pre.prepare(tmp_path, **SIMPLE)
+
+    assert users(tmp_path / "prepared", "train") == ["a"] * 20 + ["b"] * 20
+    assert users(tmp_path / "prepared", "eval") == ["a", "?"] * 10
+    said = (
+        "trained on train-1.csv, train-2.parquet, evaluated on validation.csv; "
+        "left out: test.csv, validation.csv.gz"
+    )
+    assert said in capsys.readouterr().out
+    logs = [cr.open_clicks(str(tmp_path), split) for split in ("train", "eval")]
+    assert splits.said(*logs) == f" ({said})"
+
+
+def test_what_was_prepared_before_is_no_data(tmp_path):
+    write(tmp_path / "log.csv", NAMES)
+    pre.prepare(tmp_path, **SIMPLE)
+
+    found = pre.find_sources(tmp_path, pre.Flags(str(tmp_path)))
+
+    assert [path.name for path in found.paths] == ["log.csv"]
+
+
+# ---- what is refused ---------------------------------------------------------------------------
+REFUSED = {
+    "--label is missing; name the column of clicks": {"label": ""},
+    "--categorical and --multi are missing; name a column": {"categorical": ""},
+    "the column user is named twice": {"multi": "user"},
+    "the column ts is named twice": {"time": "ts", "dense": "ts"},
+    "--dense is 'a,,b'; expected names of columns": {"dense": "a,,b"},
+    "the column 'a.b' cannot be a feature": {"categorical": "a.b"},
+    "--separator is ; expected a text": {"separator": ""},
+    "--eval-share is 1.0; expected a share": {"eval_share": 1.0},
+    "log.csv has no column age; its columns are clicked, user, ts; name": {"dense": "age"},
+    "log.csv row 3: the label user is 'c'; expected 0 or 1": {"label": "user", "categorical": "ts"},
+    "log.csv row 1: the time user is 'a'; expected a number, or a date": {
+        "time": "user",
+        "categorical": "ts",
+    },
+    "log.csv row 1: the column user has 'a'; expected a number": {
+        "dense": "user",
+        "categorical": "ts",
+    },
+    "has 20 rows, of which --eval-share 0.01 leaves 20 for training and 0": {"eval_share": 0.01},
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_flags_that_do_not_fit_the_file_are_explained(tmp_path, message):
+    log = {**NAMES, "user": ["a", "b", "c", "d"] * 5}
+    if "label user" in message:
+        log["user"] = ["0", "1", "c", "0"] * 5
+    path = write(tmp_path / "log.csv", log)
+
+    with pytest.raises(InputError, match=message):
+        pre.prepare(path, **SIMPLE | REFUSED[message])
+
+
+BAD_ROWS = {
+    "log.csv row 18: the label clicked is '2'; expected 0 or 1": ("clicked", 17, 2),
+    "log.csv row 18: the label clicked is ''; expected 0 or 1": ("clicked", 17, None),
+    "log.csv row 13: the time ts is ''; expected a number": ("ts", 12, None),
+    "log.csv row 13: the time ts is '2026-01-01'; expected a number": ("ts", 12, "2026-01-01"),
+    "log.csv row 20: the column price has 'x'; expected a number": ("price", 19, "x"),
+    "log.csv row 20: the column price has inf; expected finite": ("price", 19, "inf"),
+    "all 20 rows of .*log.csv have the same ts; name another": ("ts", slice(None), 3),
+    "the 18 rows for training have no click in clicked": ("clicked", slice(0, 18), 0),
+    "the 18 rows for training have nothing but clicks": ("clicked", slice(0, 18), 1),
+    "the 2 rows for evaluation have no click": ("clicked", slice(18, 20), 0),
+}
+
+
+@pytest.mark.parametrize("message", BAD_ROWS)
+def test_rows_that_cannot_be_used_are_named(tmp_path, monkeypatch, message):
+    """Also those of a later chunk."""
+    name, rows, value = BAD_ROWS[message]
+    log = {**NAMES, "price": [1.5] * 20}
+    changed = np.array(log[name], object)
+    changed[rows] = value
+    log[name] = changed.tolist()
+    monkeypatch.setattr(pre, "CHUNK_ROWS", 4)
+    read_tables = clicks.read_tables
+    monkeypatch.setattr(  # the check of the first rows would find them
+        clicks, "read_tables", lambda path, names, rows: read_tables(path, names, min(rows, 4))
+    )
+    path = write(tmp_path / "log.csv", log)
+
+    with pytest.raises(InputError, match=message):
+        pre.prepare(path, tmp_path / "out", time="ts", dense="price", **SIMPLE)
+
+
+@pytest.mark.slow
+def test_a_bad_row_in_another_process_is_named(tmp_path):
+    bad = {**NAMES, "clicked": [0, 1] * 10 + [1] * 200 + [7]}
+    for name in ("user", "ts"):
+        bad[name] = bad[name] + [1] * 201
+    write(tmp_path / "a.csv", NAMES)
+    write(tmp_path / "b.csv", bad)
+
+    with pytest.raises(InputError, match=r"b.csv row 221: the label clicked is '7'"):
+        pre.prepare(tmp_path, workers=2, **SIMPLE)
+
+
+FOLDERS = {
+    "has no training rows; expected a CSV file .*found notes.md": {"notes.md": "x"},
+    "has no training rows": {"test.csv": NAMES},
+    "a.csv has a header and no rows": {"a.csv": {name: [] for name in NAMES}},
+    "the time ts is a number in .*a.csv and a date in .*b.csv; write": {
+        "a.csv": NAMES,
+        "b.csv": {**NAMES, "ts": ["2026-01-01"] * 20},
+    },
+    "has val.csv for evaluation, and --time ts would choose": {
+        "train.csv": NAMES,
+        "val.csv": NAMES,
+    },
+    "b.csv has no column ts; its columns are clicked, user": {
+        "a.csv": NAMES,
+        "b.csv": {"clicked": [1], "user": ["a"]},
+    },
+}
+
+
+@pytest.mark.parametrize("message", FOLDERS)
+def test_a_folder_that_cannot_be_prepared_is_explained(tmp_path, message):
+    for name, content in FOLDERS[message].items():
+        if isinstance(content, dict):
+            write(tmp_path / name, content)
+        else:
+            (tmp_path / name).write_text(content)
+
+    with pytest.raises(InputError, match=message):
+        pre.prepare(tmp_path, tmp_path / "out", time="ts", **SIMPLE)
+
+
+def test_training_says_how_to_prepare_a_table(tmp_path):
+    path = write(tmp_path / "log.csv", NAMES)
+
+    for data in (path, tmp_path):
+        with pytest.raises(InputError, match="make data DATASET=clicks DATA=.*--label clicked"):
+            cr.open_clicks(str(data), "train")
+
+
+@pytest.mark.parametrize("missing", ["columns.json", "vocabulary_user.parquet"])
+def test_a_prepared_folder_without_its_maps_is_refused(tmp_path, missing):
+    pre.prepare(write(tmp_path / "log.csv", NAMES), **SIMPLE)
+    (tmp_path / "prepared/columns" / missing).unlink()
+
+    with pytest.raises(InputError, match="columns is not whole: expected columns.json and"):
+        cr.open_clicks(str(tmp_path), "train")

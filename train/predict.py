@@ -1,0 +1,287 @@
+"""Predicts new pictures, sentences, pairs of sentences or clicks with what a script has exported:
+one input after the other in, one line of JSON each out.
+
+model     the export of train/resnet50.py, train/glue.py or train/dlrm.py (runs/<name>/export), or
+          another classifier of transformers; what it has decides what the inputs are
+data      pictures: a file, a folder, a pattern, or - for paths from the standard input
+          sentences: a file with one a line, or - for the standard input; named columns of CSV, TSV,
+          JSONL or parquet, two of which are pairs
+          clicks: CSV or parquet with the columns of the training
+run       make predict MODEL_DIR=runs/<name>/export DATA=new.csv > predictions.jsonl
+          python -m train.predict new --model-dir runs/<name>/export --data new.csv
+Python    for answer in predict.answers(config):
+"""
+
+if __name__ == "__main__" and not __package__:  # by its path: the imports below are not found
+    raise SystemExit(
+        "error: in the project's folder run it as a module: python -m train.predict new"
+    )
+
+import contextlib
+import json
+import os
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import safetensors
+
+import optional
+from errors import InputError
+from train.common import cli, device, files
+from train.common.mesh import Mesh
+from train.prediction.pieces import in_order
+
+
+@dataclass(frozen=True)
+class Config:
+    model_dir: str = ""  # folder or URL of an export, or of a classifier of transformers
+    data: str = ""  # what to predict; pictures: file, folder, pattern, URL; "-": standard input
+    out: str = ""  # file or URL of the predictions; "": standard output; with --task a folder
+    text: tuple[str, ...] = ()  # columns of --data with the text, two of pairs; (): the export's
+    task: str = ""  # of GLUE: predicts its test sets, for the benchmark's server
+    labels: str = ""  # classes in the order of the model's outputs: a,b,…; where it names none
+    top: int = 5  # most probable classes that are given
+    image_size: int = 0  # pixels, of exports that do not say them; 0: the export's
+    skip_broken: bool = False  # inputs that cannot be read get an error, and are counted; else stop
+    batch_size: int = 0  # inputs per batch, over all devices; 0: 64 pictures, 32 texts, 4096 clicks
+    lengths: tuple[int, ...] = (32, 64, 128)  # tokens: a compiled shape each; then they double
+    precision: Literal["bfloat16", "float32", "fast_float32"] = "bfloat16"  # train/common/device.py
+    device: Literal["xla", "cpu", "cuda"] = "xla"  # xla: a TPU or XLA on CPUs; else plain PyTorch
+    workers: int = -1  # processes that decode pictures; -1: one per core, 0: none
+    strict: bool = True  # a recompilation or a host fall-back stops the run
+    safe_forms: bool = False  # slower forms for a TPU whose compiler crashes: docs/tpu.md
+
+
+EXPORT = "expected the export of a run, runs/<name>/export"
+# The part of optional.py that predicts each kind of export.
+PARTS = {
+    "pictures": "predict_pictures",
+    "sentences": "predict_sentences",
+    "clicks": "predict_clicks",
+    "test sets": "predict_submission",
+}
+
+
+def validate(config: Config) -> None:
+    """Raises InputError where a value is missing or outside its range."""
+    if not config.model_dir:
+        raise InputError(
+            "--model-dir is missing: give the folder of an export, such as runs/<name>/export"
+        )
+    cli.at_least(config, 1, "top")
+    cli.at_least(config, 0, "batch_size")
+    cli.at_least(config, -1, "workers")
+    if config.image_size:
+        cli.at_least(config, 32, "image_size")
+    rising = list(config.lengths) == sorted(set(config.lengths))
+    if not config.lengths or not rising or config.lengths[0] < 8:
+        raise InputError(f"--lengths are {config.lengths}; they must rise and be at least 8")
+
+    if config.labels and not config.task:
+        raise InputError(f"--labels is {config.labels}; it is for --task")
+    if not config.data and not config.task and sys.stdin.isatty():
+        raise InputError("--data is missing: give what to predict, or - for the standard input")
+    if config.out and not config.task:
+        _check_out(config.out)
+
+
+def _check_out(out: str) -> None:
+    """Raises InputError where predictions could not be written, which would show at their end."""
+    if "://" in out:
+        return
+    folder = os.path.dirname(out) or "."
+    if os.path.isdir(out):
+        raise InputError(f"--out is the folder {out}; give a file")
+    with contextlib.suppress(OSError):
+        os.makedirs(folder, exist_ok=True)
+    if not os.access(folder, os.W_OK):
+        raise InputError(f"--out is {out}, and {folder} cannot be written; give another")
+
+
+def kind_of(folder: str, given: str) -> str:
+    """Returns the kind of an export by what it has: "pictures", "sentences" or "clicks".
+
+    Args:
+        folder: local.
+        given: as the user gave it, for messages.
+    Raises:
+        InputError: it is none of these.
+    """
+    names = set(os.listdir(folder)) if os.path.isdir(folder) else set()
+    if "config.json" in names:
+        return "sentences"
+    if "model.safetensors" in names:
+        about = _metadata(os.path.join(folder, "model.safetensors"))
+        if "features" in about and "num_dense" in about:
+            return "clicks"
+        if "model" in about and "classes" in about:
+            return "pictures"
+        raise InputError(f"{given}/model.safetensors names neither classes nor features; {EXPORT}")
+
+    if "model.pt" in names:
+        raise InputError(
+            f"{given} has a Transformer, which translates: use make translate MODEL_DIR={given}"
+        )
+    if "export" in names:
+        raise InputError(f"{given} is a run; give its export, {given.rstrip('/')}/export")
+    if not names:
+        raise InputError(f"there is nothing in {given}; {EXPORT}")
+    found = ", ".join(sorted(names)[:10])
+    raise InputError(f"{given} has neither config.json nor model.safetensors but {found}; {EXPORT}")
+
+
+def _metadata(path: str) -> dict[str, str]:
+    """Returns the metadata of a safetensors file, without reading its tensors."""
+    try:
+        with safetensors.safe_open(path, "pt") as file:
+            return file.metadata() or {}
+    except (OSError, safetensors.SafetensorError) as error:
+        raise InputError(f"{path} cannot be read: {error}; give an export that is whole") from error
+
+
+def set_up(config: Config, vmem_kib: int) -> Mesh:
+    """Returns the devices of this host.
+
+    Raises:
+        InputError: it is one of several of a pod.
+    """
+    mesh = device.setup(
+        0,
+        config.precision,
+        config.strict,
+        config.device,
+        vmem_kib=vmem_kib,
+        safe_forms=config.safe_forms,
+    )
+    if mesh.process_count > 1:
+        raise InputError(
+            f"predictions are made on one host, not on {mesh.process_count}; "
+            "run it on a TPU with one host, a part of the data on each"
+        )
+    return mesh
+
+
+def opened(config: Config) -> tuple[Any, Mesh]:
+    """Opens the devices, then model and data.
+
+    Raises:
+        InputError: one of them cannot be used.
+    """
+    validate(config)
+    folder = files.local_folder(config.model_dir)
+    kind = kind_of(folder, config.model_dir)
+    if config.task and kind != "sentences":
+        raise InputError(
+            f"--task is {config.task}, and {config.model_dir} is no model of sentences"
+        )
+
+    part = optional.load(PARTS["test sets" if config.task else kind])
+    mesh = set_up(config, part.VMEM_KIB)
+    return part.opened(folder, config), mesh
+
+
+def answers(config: Config) -> Iterator[dict[str, Any]]:
+    """Yields the answer of each input, in order.
+
+    {"input": …} and
+        classes      "label", "probability", and "top": [{"label": …, "probability": …}, …]
+        multilabel   "labels", those with a probability of at least 0.5; "probabilities" by label
+        regression   "score"; of several numbers "scores", by name
+        clicks       "probability"
+        broken       "error", with skip_broken
+
+    Raises:
+        InputError: model or data cannot be used; or an input is broken, without skip_broken, after
+            the answers of those before.
+    """
+    model, mesh = opened(config)
+    yield from in_order(model.pieces(mesh), model.answers, config.skip_broken)
+
+
+def line(answer: dict[str, Any]) -> bytes:
+    """Returns an answer as a line of JSON. The bytes of a path that are no text are escaped."""
+    text = json.dumps(answer, ensure_ascii=False, allow_nan=False)
+    return f"{text}\n".encode("utf-8", "backslashreplace")
+
+
+class Writer:
+    """Writes answers to the standard output, or whole to the file --out.
+
+    Attributes:
+        count: of the answers so far.
+        broken: of those that are errors.
+    """
+
+    def __init__(self, config: Config, output: Any):
+        self.config = config
+        self.output = output
+        self.count = 0
+        self.broken = 0
+
+    def write(self, found: Iterator[dict[str, Any]]) -> None:
+        """Writes all answers.
+
+        Raises:
+            BrokenPipeError: nobody reads the standard output any more.
+            InputError: they cannot be written; or what making them raises.
+        """
+        if not self.config.out:
+            self._write_to(self.output, found)
+            return
+
+        folder, name = os.path.split(self.config.out)
+
+        def save(local: str) -> None:
+            with open(os.path.join(local, name), "wb") as file:
+                self._write_to(file, found)
+
+        files.write_folder(folder or ".", save)
+
+    def _write_to(self, file: Any, found: Iterator[dict[str, Any]]) -> None:
+        for answer in found:
+            self.count += 1
+            self.broken += "error" in answer
+            file.write(line(answer))
+            file.flush()
+
+    def say(self, notes: list[str]) -> None:
+        """Tells the user, on the standard error, what the answers do not show."""
+        if self.broken:
+            notes = [f"{self.broken:,} of {self.count:,} inputs are broken", *notes]
+        for note in notes:
+            print(note, file=sys.stderr, flush=True)
+
+
+def main(config: Config) -> None:
+    """Predicts what --data has, and writes a line for each input to the standard output or to
+    --out."""
+    output = sys.stdout.buffer
+    with contextlib.redirect_stdout(sys.stderr):  # the standard output has nothing but answers
+        model, mesh = opened(config)
+        writer = Writer(config, output)
+        if config.task:
+            writer.count = model.write(mesh)
+        else:
+            found = in_order(model.pieces(mesh), model.answers, config.skip_broken)
+            try:
+                with contextlib.closing(found):
+                    writer.write(found)
+            except BrokenPipeError:  # `| head` has what it wants
+                _leave_closed_pipe()
+                return
+        writer.say(model.notes)
+
+
+def _leave_closed_pipe() -> None:
+    """Keeps Python from writing to the closed standard output once more when it ends, which it
+    would report."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, sys.__stdout__.fileno())
+
+
+PRESETS = {"new": ("predicts what --data has", Config())}
+
+if __name__ == "__main__":
+    cli.run(main, PRESETS)

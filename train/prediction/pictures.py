@@ -1,0 +1,183 @@
+"""Predicts pictures by an export of train/resnet50.py."""
+
+import json
+import os
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from data import imagenet
+from data import pictures as picture_files
+from data.labelled_files import Scale
+from errors import InputError
+from models.resnet import LAYERS, Normalize, resnet
+from train import resnet50
+from train.common import device, files, loading
+from train.common.mesh import Mesh
+from train.prediction import answers
+from train.prediction.pieces import Answers, Piece, batch_rows
+
+VMEM_KIB = resnet50.VMEM_KIB
+BATCH = 64  # pictures, without --batch-size
+INPUTS = "a picture, a folder of pictures, a pattern, or - for paths from the standard input"
+
+
+def opened(folder: str, config: Any) -> "Pictures":
+    """Opens an export on the host, and finds the pictures of --data.
+
+    Raises:
+        InputError: the export or the data cannot be read.
+    """
+    return Pictures(folder, config)
+
+
+class Pictures:
+    """A network for pictures, and those to predict.
+
+    Attributes:
+        answers: what turns logits into answers.
+        notes: sentences for the user.
+    """
+
+    def __init__(self, folder: str, config: Any):
+        self.config = config
+        self.notes: list[str] = []
+        path = os.path.join(folder, "model.safetensors")
+        self._weights, self._about = files.load_with_metadata(path)
+        names = _names(self._about, path)
+        self.resize, self.image_size = _sizes(self._about, config.image_size, path)
+        self.answers = _answers(self._about, names, config.top)
+        self._network = _network(self._about, self._weights, len(names), path)
+
+        self._state = None
+        self._step = None
+
+        found = picture_files.find(config.data or picture_files.STANDARD_INPUT)
+        self.paths = found.paths
+        if found.left_out:
+            self.notes.append(f"{found.left_out:,} files of {config.data} are no pictures")
+
+    def pieces(self, mesh: Mesh) -> Iterator[Piece]:
+        """Yields the pictures, a batch each, whose outputs the device computes."""
+        if not self.paths:  # an empty standard input
+            return
+        state = self._on_device(mesh)
+        dataset = picture_files.Pictures(
+            self.paths, self.resize, self.image_size, self.config.skip_broken
+        )
+        rows = batch_rows(self.config.batch_size or BATCH, len(self.paths), mesh.num_devices)
+        loader = loading.parallel_loader(
+            dataset, rows, mesh, train=False, workers=self.config.workers
+        )
+        with loader:
+            for number, batch in enumerate(loader):
+                paths = self.paths[number * rows : (number + 1) * rows]
+                broken = batch.pop("broken", None)
+                outputs = [self._step(state, batch, mesh)]
+                indices = np.arange(rows)
+                indices[len(paths) :] = -1
+                piece = Piece(paths, paths, outputs, indices)
+                if broken is not None:
+                    self._add_errors(piece, broken, dataset, first=number * rows)
+                yield piece
+
+    def _on_device(self, mesh: Mesh) -> resnet50.State:
+        """Returns the network on the device, to which it is moved in the first call."""
+        if self._state is None:
+            model = device.to_device(self._network, mesh).eval()
+            normalize = device.to_device(_normalize(self._about), mesh)
+            self._state = resnet50.State(model, normalize, optimizer=None)
+            self._step = device.compiled(predict_step, mesh)
+        return self._state
+
+    def _add_errors(
+        self, piece: Piece, broken: Tensor, dataset: picture_files.Pictures, first: int
+    ) -> None:
+        """Notes why pictures of a piece are broken, whose first one has the index `first`."""
+        (flags,) = device.read([broken])
+        for index in flags.nonzero()[:, 0].tolist():
+            if index < len(piece.inputs):
+                piece.errors[index] = dataset.why_broken(first + index)
+
+
+def predict_step(state: resnet50.State, batch: dict[str, Tensor], mesh: Mesh) -> Tensor:
+    """Returns logits [B, classes], float32, on all devices."""
+    with torch.no_grad():
+        logits = resnet50.compute_logits(state, batch, mesh)
+    device.replicate(logits, mesh)
+    return logits
+
+
+def _answers(about: dict[str, str], names: Sequence[str], top: int) -> Answers:
+    """Returns what makes answers of logits; those of a regression are in the unit of its labels."""
+    objective = about.get("objective", "classes")  # exports of old versions do not say it
+    answers_of_logits = answers.of_objective(objective, names, top)
+    if objective != "regression":
+        return answers_of_logits
+
+    scale = Scale(mean=float(about["label_mean"]), deviation=float(about["label_std"]))
+
+    def answers_in_unit(logits: np.ndarray) -> list[dict]:
+        return answers_of_logits(scale.to_labels(logits))
+
+    return answers_in_unit
+
+
+def is_export(about: dict[str, str]) -> bool:
+    """Tells whether the metadata of a model.safetensors are those of train/resnet50.py."""
+    return "model" in about and "classes" in about
+
+
+def _names(about: dict[str, str], path: str) -> list[str]:
+    """Returns the names of a network's outputs."""
+    try:
+        names = json.loads(about["classes"])
+    except ValueError:
+        names = None
+    if not isinstance(names, list) or not names:
+        raise InputError(f"the metadata of {path} has no list of classes; export it again")
+    return names
+
+
+def _sizes(about: dict[str, str], wanted: int, path: str) -> tuple[int, int]:
+    """Returns the pixels of the shorter side to resize to, and of the side of the middle.
+
+    Raises:
+        InputError: neither --image-size nor the export says them, as exports of old versions.
+    """
+    if wanted:
+        return imagenet.shorter_side(wanted), wanted
+    if "image_size" not in about or "resize" not in about:
+        raise InputError(
+            f"{path} does not say how large its pictures are; "
+            "give the --image-size that it was trained with"
+        )
+    return int(about["resize"]), int(about["image_size"])
+
+
+def _network(
+    about: dict[str, str], weights: dict[str, Tensor], outputs: int, path: str
+) -> torch.nn.Module:
+    """Returns the network of an export on the host; raises InputError where it is another one."""
+    name = about["model"]
+    if name not in LAYERS:
+        raise InputError(f"{path} is a {name}; expected one of {', '.join(LAYERS)}")
+    model = resnet(name, outputs)
+    try:
+        model.load_state_dict(weights)
+    except RuntimeError as error:
+        first = str(error).split("\n")[1].strip()
+        raise InputError(f"{path} has not the weights of a {name}: {first}") from error
+    return model
+
+
+def _normalize(about: dict[str, str]) -> Normalize:
+    """Returns the normalization that an export's metadata says, by default ImageNet's."""
+    if "mean" not in about or "std" not in about:
+        return Normalize(imagenet.IMAGENET_MEAN, imagenet.IMAGENET_STD)
+    mean = [255 * value for value in json.loads(about["mean"])]
+    std = [255 * value for value in json.loads(about["std"])]
+    return Normalize(tuple(mean), tuple(std))

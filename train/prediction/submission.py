@@ -1,0 +1,93 @@
+"""Predicts GLUE's test sets by an export of train/glue.py, into the files that the benchmark's
+server takes."""
+
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from data import glue, glue_tests
+from data.text_rows import Row
+from errors import InputError
+from models import heads
+from train.common import files
+from train.common.mesh import Mesh
+from train.prediction import sentences
+from train.prediction.pieces import in_order
+
+VMEM_KIB = sentences.VMEM_KIB
+
+
+def opened(folder: str, config: Any) -> "Submission":
+    """Opens an export on the host, and the test sets of --task.
+
+    Raises:
+        InputError: a flag is missing; the model is another task's; or see glue_tests.read.
+    """
+    if not config.out:
+        raise InputError("--out is missing: give a folder for the files of the submission")
+    if not config.data:
+        raise InputError("--data is missing: give GLUE's folder, or nyu-mll/glue")
+    return Submission(folder, config)
+
+
+class Submission:
+    """A model of a task, and the task's test sets."""
+
+    def __init__(self, folder: str, config: Any):
+        self.config = config
+        task = glue.find_task(config.task)
+        stated = heads.parse_labels(config.labels, task.labels) if config.labels else ()
+        self.sets = glue_tests.read(config.data, task.name)
+        self._model = sentences.Sentences(folder, config, task.labels, stated)
+        self._model.rows = itertools.chain.from_iterable(map(_rows, self.sets))
+
+    @property
+    def notes(self) -> list[str]:
+        """Sentences for the user."""
+        found = list(self._model.notes)
+        for test_set in self.sets:
+            if len(test_set) != test_set.expected:
+                found.append(
+                    f"{test_set.file} has {len(test_set):,} predictions, of all examples of "
+                    f"{test_set.source}; the server expects {test_set.expected:,}"
+                )
+        if self.config.task == "mnli" and self.sets[-1].file != "AX.tsv":
+            found.append(
+                f"{self.config.data} has no diagnostic set (diagnostic/diagnostic.tsv), "
+                "so AX.tsv is not written, which the server needs, too"
+            )
+        return found
+
+    def write(self, mesh: Mesh) -> int:
+        """Predicts, and writes all files into the folder --out; returns how many predictions."""
+        answers = in_order(self._model.pieces(mesh), _numbers, skip_broken=False)
+        contents = {}
+        for test_set in self.sets:
+            own = itertools.islice(answers, len(test_set))
+            numbers = [answer["number"] for answer in own]
+            contents[test_set.file] = glue_tests.content(test_set, numbers)
+
+        def save(local: str) -> None:
+            for name, content in contents.items():
+                Path(local, name).write_text(content, encoding="utf-8")
+
+        files.write_folder(self.config.out, save)
+        return sum(map(len, self.sets))
+
+
+def _rows(test_set: glue_tests.TestSet) -> Iterator[Row]:
+    """Yields the examples of a test set as texts to predict."""
+    columns = [test_set.first]
+    if test_set.second is not None:
+        columns.append(test_set.second)
+    for index, texts in zip(test_set.indices, zip(*columns, strict=True), strict=True):
+        yield Row(texts, f"{test_set.source}, index {index}")
+
+
+def _numbers(logits: np.ndarray) -> list[dict]:
+    """Returns the number of each row's class, or the score of a regression."""
+    numbers = logits[:, 0] if logits.shape[1] == 1 else logits.argmax(1)
+    return [{"number": number} for number in numbers.tolist()]
