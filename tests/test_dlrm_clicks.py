@@ -60,6 +60,7 @@ def test_own_clicks_are_learnt(trained, config):
     assert metrics["auc"] > perfect_auc(rows) - 0.03
 
 
+@pytest.mark.slow
 def test_weights_that_do_not_move_learn_nothing(config):
     metrics = dlrm.main(replace(config, name="still", lr=0.0, epochs=1))
 
@@ -69,7 +70,7 @@ def test_weights_that_do_not_move_learn_nothing(config):
 def test_a_stopped_run_on_own_clicks_resumes_exactly(trained, config):
     path, metrics = trained
     config = replace(config, name="stopped", save_every=20)
-    stop_at(100, terminate, dlrm.main, config)
+    stop_at(96, terminate, dlrm.main, config)
 
     resumed = dlrm.main(config)
 
