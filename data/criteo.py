@@ -611,7 +611,7 @@ def open_clicks(
             )
     if any(folder.glob("day_*_labels.npy")):
         return ClickLog(folder, split, rows)
-    if any((folder / name).exists() for name in movielens.RATING_FILES):
+    if movielens.has_ratings(folder):
         return movielens.MovieLens(folder, split)
 
     days = [f"day_{day}" for day in range(24)]

@@ -3,7 +3,11 @@
 The files are those of https://grouplens.org/datasets/movielens: of the 100k set u.data (or
 ua.base), u.item and u.user; of the 1M set ratings.dat, movies.dat and users.dat; of the later ones
 ratings.csv and movies.csv, whose columns go by the names in their header, in any order. Only the
-ratings are needed. A tenth of them, by a hash of user and film, is for evaluation.
+ratings are needed.
+
+The 100k set has official splits, of two files each. The first of ua, ub, u1 to u5 that is whole is
+taken: trained on ua.base, evaluated on ua.test. Without one, a tenth of the ratings, by a hash of
+user and film, is for evaluation.
 
 The features are the user, the film ("item"), the user's age, gender and occupation (where known),
 and the film's genres: a bag with as many lookups as any film has genres. Users, films and words
@@ -26,7 +30,9 @@ import numpy as np
 from errors import InputError
 
 RATING_FILES = ("u.data", "ua.base", "ratings.dat", "ratings.csv")
-FILES = (*RATING_FILES, "u.item", "u.user", "movies.dat", "users.dat", "movies.csv")
+OFFICIAL_SPLITS = ("ua", "ub", "u1", "u2", "u3", "u4", "u5")  # in the order of preference
+SPLIT_FILES = ("u?.base", "u?.test")  # patterns of their files
+FILES = (*RATING_FILES, *SPLIT_FILES, "u.item", "u.user", "movies.dat", "users.dat", "movies.csv")
 RATING_COLUMNS = ("userId", "movieId", "rating", "timestamp")  # of ratings.csv
 FILM_COLUMNS = ("movieId", "title", "genres")  # of movies.csv
 LIKED = 4  # stars
@@ -62,6 +68,19 @@ class Feature:
     ids: np.ndarray  # int32 [users or films, lookups], 0 for unknown and for padding
 
 
+@dataclasses.dataclass(frozen=True)
+class RatingFiles:
+    """The files of a folder's ratings."""
+
+    train: Path
+    test: Path | None = None  # of an official split; None: a tenth of `train`, by a hash
+
+    @property
+    def paths(self) -> tuple[Path, ...]:
+        """The files that are there, `train` first."""
+        return (self.train,) if self.test is None else (self.train, self.test)
+
+
 class MovieLens:
     """A folder with MovieLens' ratings, as a click log (see data/criteo.py for the interface).
 
@@ -69,20 +88,23 @@ class MovieLens:
     unknown; one that is unknown for all is left out. If both are, a constant 0 is in their place.
     Malformed lines are left out with a warning that names the first.
 
-    Raises InputError: there are no ratings, or a file has a larger share of malformed lines than
-    `max_bad_share`.
+    Raises InputError: there are no ratings, a file has a larger share of malformed lines than
+    `max_bad_share`, or the two files of an official split share a rating.
     """
 
     columns = None  # no maps, see data/criteo.py
 
     def __init__(self, folder: str | Path, split: Split, max_bad_share: float = 0.0001):
         folder = Path(folder).expanduser()
-        path = rating_file(folder)
-        ratings = read_ratings(path, max_bad_share)
+        files = find_ratings(folder)
+        of_files = []
+        for path in files.paths:
+            of_files.append(read_ratings(path, max_bad_share))
+        ratings = np.concatenate(of_files)
         known_films = _read_films(folder, max_bad_share)
         known_users = _read_users(folder, max_bad_share)
         self.split = split
-        self._set_source(path)
+        self._set_source(files)
 
         # Users and films are indexed by the order of their numbers in the files.
         rating_users = ratings[:, 0].astype(np.int64)
@@ -90,10 +112,15 @@ class MovieLens:
         user_numbers, user_index = np.unique(rating_users, return_inverse=True)
         film_numbers, film_index = np.unique(rating_films, return_inverse=True)
 
-        kept = _in_evaluation(rating_users, rating_films) == (split == "eval")
+        if files.test is None:
+            in_evaluation = _in_evaluation(rating_users, rating_films)
+        else:
+            _check_apart(files, *of_files)
+            in_evaluation = np.arange(len(ratings)) >= len(of_files[0])
+        kept = in_evaluation == (split == "eval")
         if not kept.any():
             raise InputError(
-                f"{path} has {len(ratings)} ratings, none of them in the {split} split; "
+                f"{files.train} has {len(ratings)} ratings, none of them in the {split} split; "
                 "it needs more"
             )
         self._user = user_index[kept].astype(np.int32)  # [ratings], index of the user
@@ -106,17 +133,24 @@ class MovieLens:
         self._set_features(users, films, users_are_known=bool(known_users))
         self._set_dense(users, films)
 
-    def _set_source(self, path: Path) -> None:
+    def _set_source(self, files: RatingFiles) -> None:
         """Sets `source` and `left_out`, see data/splits.py."""
-        if self.split == "train":
-            self.source = f"{path.name} but a tenth by a hash"
+        is_train = self.split == "train"
+        if files.test is not None:
+            self.source = files.train.name if is_train else files.test.name
+        elif is_train:
+            self.source = f"{files.train.name} but a tenth by a hash"
         else:
-            self.source = f"a tenth of {path.name} by a hash"
+            self.source = f"a tenth of {files.train.name} by a hash"
 
-        tests = sorted(file.name for file in path.parent.glob("u?.test"))  # ua.test is with ua.base
+        folder = files.train.parent
+        of_splits = []
+        for pattern in SPLIT_FILES:
+            of_splits += [path.name for path in folder.glob(pattern)]
         self.left_out = []
-        for name in (*RATING_FILES, *tests):
-            if name != path.name and (path.parent / name).is_file():
+        for name in dict.fromkeys((*RATING_FILES, *sorted(of_splits))):  # ua.base is in both
+            path = folder / name
+            if path not in files.paths and path.is_file():
                 self.left_out.append(name)
 
     def _set_features(
@@ -194,6 +228,18 @@ class MovieLens:
             present[:, -most:] = batch["ids"][:, -most:] > 0
             batch["present"] = present
         return batch
+
+
+def _check_apart(files: RatingFiles, train: np.ndarray, test: np.ndarray) -> None:
+    """Raises InputError where a rating to evaluate on is one to train on, too."""
+    trained = set(map(tuple, train[:, :2].tolist()))
+    for user, film in test[:, :2].tolist():
+        if (user, film) in trained:
+            raise InputError(
+                f"{files.train.name} and {files.test.name} both have the rating of film {film:.0f} "
+                f"by user {user:.0f}, so they are no split of one set; "
+                "unpack MovieLens again, or remove one of the two"
+            )
 
 
 def _in_evaluation(users: np.ndarray, films: np.ndarray) -> np.ndarray:
@@ -364,6 +410,29 @@ def _split(line: str, separator: str) -> list[str]:
     if separator == ",":
         return next(csv.reader([line]), [])
     return line.split(separator)
+
+
+def find_ratings(folder: str | Path) -> RatingFiles:
+    """Finds an official split or, without one, a file of ratings.
+
+    Raises InputError where there is neither.
+    """
+    folder = Path(folder).expanduser()
+    for name in OFFICIAL_SPLITS:
+        train = folder / f"{name}.base"
+        test = folder / f"{name}.test"
+        if train.is_file() and test.is_file():
+            return RatingFiles(train, test)
+    return RatingFiles(rating_file(folder))
+
+
+def has_ratings(folder: Path) -> bool:
+    """Returns whether `find_ratings` finds any."""
+    try:
+        find_ratings(folder)
+    except InputError:
+        return False
+    return True
 
 
 def rating_file(folder: str | Path) -> Path:

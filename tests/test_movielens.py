@@ -161,8 +161,8 @@ def url(folder, tmp_path, monkeypatch) -> str:
     """The folder in a bucket, with a file that is not needed."""
     monkeypatch.setenv("DATA_CACHE_DIR", str(tmp_path / "cache"))
     bucket = fsspec.filesystem("memory")
-    write(folder / "u1.base", ["not needed"])
-    for path in (*folder.glob("u.*"), folder / "u1.base"):
+    write(folder / "README", ["not needed"])
+    for path in (*folder.glob("u*.*"), folder / "README"):
         bucket.pipe_file(f"/{tmp_path.name}/{path.name}", path.read_bytes())
     return f"memory://{tmp_path.name}"
 
@@ -174,7 +174,7 @@ def test_a_url_reads_as_its_folder(folder, url, tmp_path):
         np.testing.assert_equal(from_url, from_folder)
 
     np.testing.assert_equal(hs.read_histories(url), hs.read_histories(folder))
-    assert not list((tmp_path / "cache").rglob("u1.base"))
+    assert not list((tmp_path / "cache").rglob("README"))
 
 
 def test_rows_come_in_the_order_asked_for(folder):
@@ -287,12 +287,99 @@ def test_ratings_alone_are_enough(tmp_path):
 
 def test_a_start_says_which_ratings_are_for_what(folder):
     write(folder / "ua.base", ["1\t1\t3\t0"])
-    write(folder / "ua.test", ["1\t1\t3\t0"])
+    write(folder / "u1.test", ["1\t1\t3\t0"])
 
     trained = "trained on u.data but a tenth by a hash"
     evaluated = "evaluated on a tenth of u.data by a hash"
-    said = f"{trained}, {evaluated}; left out: ua.base, ua.test"
+    said = f"{trained}, {evaluated}; left out: ua.base, u1.test"
     assert splits.said(*open_both(folder)) == f" ({said})"
+
+
+# ---- official splits ---------------------------------------------------------------------------
+# Every fourth rating is a test rating.
+BASE = [rating for number, rating in enumerate(RATINGS) if number % 4]
+TEST = RATINGS[::4]
+
+
+def write_split(folder: Path, name: str, base: list[Rating], test: list[Rating]) -> None:
+    """Writes the two files of an official split."""
+    write(folder / f"{name}.base", rating_lines("\t", ratings=base))
+    write(folder / f"{name}.test", rating_lines("\t", ratings=test))
+
+
+def said_of(folder: object) -> str:
+    """Returns what the first line of a run says of its data."""
+    return splits.said(*(cr.open_clicks(str(folder), split) for split in ("train", "eval")))
+
+
+def test_an_official_split_has_the_ratings_of_its_two_files(folder):
+    by_pair = {}
+    by_hash = all_examples(folder)
+    for row, ids in enumerate(by_hash["ids"].tolist()):
+        by_pair[ids[0], ids[1]] = row
+    write_split(folder, "ua", BASE, TEST)
+    user_ids = {1: 1, 2: 2, 5: 3}
+
+    for log, ratings in zip(open_both(folder), (BASE, TEST), strict=True):
+        assert log.table_rows == (4, 41, 8, 3, 3, 3)  # one vocabulary for both
+        rows = [by_pair[user_ids[rating.user], rating.item] for rating in ratings]
+        expected = {key: values[rows] for key, values in by_hash.items()}
+        np.testing.assert_equal(everything(log), expected)
+
+
+TAKEN = {  # by the files beside u.data
+    ("ua.base", "ua.test", "ub.base", "ub.test", "u1.base", "u1.test"): "ua",
+    ("ub.base", "ub.test", "u1.base", "u1.test"): "ub",
+    ("u1.base", "u1.test", "u2.base", "u2.test"): "u1",
+    ("ua.base", "u2.base", "u2.test"): "u2",
+    ("ua.test", "u5.base", "u5.test"): "u5",
+    ("ua.base", "ub.test"): "",
+}
+
+
+@pytest.mark.parametrize("files", TAKEN, ids=" ".join)
+def test_the_first_whole_official_split_is_taken_and_said(folder, files):
+    for name in files:
+        ratings = BASE if name.endswith(".base") else TEST
+        write(folder / name, rating_lines("\t", ratings=ratings))
+    name = TAKEN[files]
+    taken = (f"{name}.base", f"{name}.test") if name else ("u.data",)
+
+    said = said_of(folder)
+
+    if name:
+        assert f" (trained on {name}.base, evaluated on {name}.test; left out: u.data" in said
+    else:
+        assert "trained on u.data but a tenth by a hash" in said
+    for other in ("u.data", *files):
+        assert (other in said.partition("left out: ")[2]) == (other not in taken)
+
+
+def test_an_official_split_is_copied_from_a_url(folder, request):
+    write_split(folder, "u1", BASE, TEST)
+    url = request.getfixturevalue("url")
+
+    assert said_of(url) == said_of(folder)
+    assert "evaluated on u1.test" in said_of(url)
+
+
+def test_an_official_split_without_all_ratings_is_enough(tmp_path):
+    write_split(tmp_path, "u3", BASE, TEST)
+
+    assert said_of(tmp_path) == " (trained on u3.base, evaluated on u3.test)"
+
+
+def test_ratings_in_both_files_of_a_split_are_refused(folder):
+    write_split(folder, "ua", BASE, [*TEST, BASE[5]])
+
+    shared = f"film {BASE[5].item} by user {BASE[5].user},"
+    refused(f"ua.base and ua.test both have the rating of {shared}", folder)
+
+
+def test_an_empty_test_file_is_refused(folder):
+    write_split(folder, "ua", BASE, [])
+
+    refused("ua.test is empty", folder)
 
 
 # ---- columns of a CSV --------------------------------------------------------------------------

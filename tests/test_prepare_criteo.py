@@ -107,6 +107,11 @@ def without_label(line: bytes) -> bytes:
     return line.split(b"\t", 1)[1]
 
 
+LINES = random_rows(20)
+WITHOUT_LABELS = [without_label(line) for line in LINES]
+WITH_COMMAS = [line.replace(b"\t", b",") for line in LINES]
+
+
 # By the reason that is given.
 MALFORMED = {
     "label is '2'": row(2),
@@ -273,6 +278,70 @@ def test_with_a_file_for_validation_all_of_train_is_trained_on(tmp_path, capsys,
     assert splits.said(*logs) == f" ({sentence})"
 
 
+def test_a_labelled_test_file_is_evaluated_on(tmp_path, capsys):
+    """As a file for validation is, number by number."""
+    reports = {}
+    for name in ("test", "val"):
+        folder = tmp_path / name
+        write(folder / "train.txt", random_rows(20))
+        write(folder / f"{name}.txt.gz", random_rows(9, 1))
+        reports[name] = pre.prepare(folder)
+
+    made = {name: contents(tmp_path / name / "prepared") for name in reports}
+    for of_name in made.values():
+        del of_name["prepared.json"]
+    assert made["test"] == made["val"]
+    assert reports["test"]["rows"] == {"train": 20, "eval": 9}
+    assert "trained on train.txt, evaluated on test.txt.gz\n" in capsys.readouterr().out
+
+
+def test_a_test_file_without_labels_is_left_out(tmp_path):
+    write(tmp_path / "train.txt", LINES)
+    no_label = [row("") for _ in range(3)]
+    unknown_label = [row("-1") for _ in range(3)]
+
+    for lines in (WITHOUT_LABELS, no_label, unknown_label, WITH_COMMAS, []):
+        write(tmp_path / "test.txt", lines)
+        found = pre.find_sources(tmp_path)
+        assert found.evaluation == []
+        assert found.left_out == ["test.txt"]
+        assert found.read_from()["evaluation"] == "the last seventh of train.txt"
+
+
+def test_a_file_for_validation_comes_before_a_test_file(tmp_path):
+    for name in ("train.txt", "val.txt", "test.txt"):
+        write(tmp_path / name, LINES)
+
+    found = pre.find_sources(tmp_path)
+
+    assert found.evaluation == [tmp_path / "val.txt"]
+    assert found.left_out == ["test.txt"]
+
+
+def test_with_a_labelled_test_file_all_days_are_trained_on(tmp_path):
+    for name in ("day_0", "day_1", "test.txt"):
+        write(tmp_path / name, LINES)
+
+    found = pre.find_sources(tmp_path)
+
+    assert found.train == [tmp_path / "day_0", tmp_path / "day_1"]
+    assert found.evaluation == [tmp_path / "test.txt"]
+
+
+def test_of_two_test_files_only_a_labelled_one_counts(tmp_path):
+    write(tmp_path / "train.txt", LINES)
+    write(tmp_path / "test.txt", WITHOUT_LABELS)
+    write(tmp_path / "testing.txt", LINES)
+
+    found = pre.find_sources(tmp_path)
+    assert found.evaluation == [tmp_path / "testing.txt"]
+    assert found.left_out == ["test.txt"]
+
+    write(tmp_path / "test.txt", LINES)
+    with pytest.raises(InputError, match="has test, testing, which all say the test split; keep"):
+        pre.find_sources(tmp_path)
+
+
 def test_the_last_seventh_is_said(tmp_path, capsys):
     pre.prepare(write(tmp_path / "clicks.tsv", random_rows(14)), tmp_path / "out")
 
@@ -369,9 +438,6 @@ def test_values_become_rows_of_tables(tmp_path, tables):
 
 
 # ---- input that cannot be prepared -------------------------------------------------------------
-LINES = random_rows(20)
-WITHOUT_LABELS = [without_label(line) for line in LINES]
-WITH_COMMAS = [line.replace(b"\t", b",") for line in LINES]
 
 
 @pytest.mark.parametrize(

@@ -70,7 +70,9 @@ class Flags:
     The same command resumes a killed one. The result depends neither on that nor on --workers.
     """
 
-    data: str  # folder with train.txt (and val.txt) or day_0, day_1, …, plain or .gz; or one file
+    data: (
+        str  # folder with train.txt (and val.txt or test.txt) or day_0, …, plain or .gz; or a file
+    )
     out: str = ""  # folder of the arrays; default: a folder `prepared` beside the text
     threshold: int = 1  # values seen fewer times in training rows share the id 1; 1 keeps all
     max_rows: int = MLPERF_MAX_ROWS  # most rows of a table, rare values share them; 0: no limit
@@ -556,8 +558,9 @@ class Texts:
 def find_sources(data: str | Path) -> Texts:
     """Returns the text files with training rows and with evaluation rows, by their names.
 
-    See data/splits.py for the names. Without an evaluation file, the last day is for evaluation, or
-    the last seventh of the only training file. Raises InputError.
+    See data/splits.py for the names. Without a file for validation, test text is for evaluation
+    where it has labels, as that of Kaggle has not; else the last day, or the last seventh of the
+    only training file. Raises InputError.
     """
     data = Path(data).expanduser()
     if not data.exists():
@@ -582,6 +585,8 @@ def find_sources(data: str | Path) -> Texts:
 
     evaluation = []
     name = splits.named(texts, "valid", str(folder))
+    if not name:
+        name = splits.named(_labelled_tests(texts), "test", str(folder))
     if name:
         evaluation = [texts[name]]
     elif len(train) > 1:
@@ -617,6 +622,19 @@ def _train_files(data: Path, texts: dict[str, Path], days: list[Path]) -> list[P
     return [train]
 
 
+def _labelled_tests(texts: dict[str, Path]) -> dict[str, Path]:
+    """Returns the texts whose names say test and most of whose first lines are rows with labels."""
+    labelled = {}
+    for name, path in texts.items():
+        if splits.split_of(name) != "test":
+            continue
+        lines = _first_lines(path, 100)
+        good = sum(malformed(_without_end(line)) is None for line in lines)
+        if good > len(lines) / 2:
+            labelled[name] = path
+    return labelled
+
+
 def _left_out(folder: Path, candidates: list[Path], read: list[Path]) -> list[str]:
     """Returns the names of the `candidates` that are not read, and of other files that say a split.
 
@@ -648,7 +666,7 @@ def _check_head(path: Path, bad_rows: float) -> None:
     bad = 0
     first = ""
     for number, line in enumerate(lines, start=1):
-        why = malformed(line.removesuffix(b"\n").removesuffix(b"\r"))
+        why = malformed(_without_end(line))
         if why:
             bad += 1
             first = first or f"line {number}: {why}"
@@ -657,6 +675,11 @@ def _check_head(path: Path, bad_rows: float) -> None:
             f"{path} is not Criteo's text: {bad} of its first {len(lines)} lines are malformed, "
             f"the first is {first}"
         )
+
+
+def _without_end(line: bytes) -> bytes:
+    """Returns a line without its \\n or \\r\\n."""
+    return line.removesuffix(b"\n").removesuffix(b"\r")
 
 
 def _first_lines(path: Path, most: int) -> list[bytes]:
