@@ -40,6 +40,7 @@ from models import (
     heads,
     layers,
 )
+from models.encoders.record import FineTuning
 from train.common import accumulate, checkpoint, cli, device, files, loading
 from train.common.batches import Examples
 from train.common.mesh import WHOLE, Layout, Mesh
@@ -98,7 +99,7 @@ SYNTHETIC_INIT = 0.05  # the spread of a trial's new weights
 NEW = "new"  # as --checkpoint
 NEW_SIZE = "mini"
 NEW_WORDS = 8000  # the largest vocabulary
-NEW_RECIPE = encoders.FineTuning(
+NEW_RECIPE = FineTuning(
     source="weights that are not pretrained need a higher rate and more epochs",
     checkpoint=NEW,
     lr=5e-4,
