@@ -287,12 +287,6 @@ class Normalize(nn.Module):
         return (images - self.mean) / self.std
 
 
-def compute_logits(model: nn.Module, normalize: nn.Module, images: Tensor) -> Tensor:
-    """Returns logits [B, outputs], float32, of uint8 images [B, H, W, 3]."""
-    logits = model(normalize(images))
-    return logits.float()
-
-
 def load_weights(
     model: ResNet, weights: dict[str, Tensor], path: str, head: heads.HeadDecision | None = None
 ) -> None:

@@ -37,7 +37,7 @@ from torch import Tensor, nn
 from data import imagenet, labelled_files, splits, targets
 from errors import InputError
 from models import heads
-from models.resnet import Normalize, compute_logits, decide_head, load_weights, resnet
+from models.resnet import Normalize, decide_head, load_weights, resnet
 from train.common import accumulate, checkpoint, cli, device, files, loading
 from train.common.mesh import WHOLE, Layout, Mesh
 from train.common.run import Run
@@ -359,6 +359,13 @@ def make_optimizer(config: Config, model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(groups, **options)
 
 
+def compute_logits(state: State, batch: dict[str, Tensor], mesh: Mesh) -> Tensor:
+    """Returns logits [B, outputs], float32, of batch["image"] [B, H, W, 3] uint8."""
+    with mesh.autocast():
+        logits = state.model(state.normalize(batch["image"]))
+    return logits.float()
+
+
 def forward(
     state: State, batch: dict[str, Tensor], config: Config, mesh: Mesh
 ) -> dict[str, Tensor]:
@@ -367,8 +374,7 @@ def forward(
     Args:
         batch: "image" [B, H, W, 3] uint8 and "label", see `compute_losses`.
     """
-    with mesh.autocast():
-        logits = compute_logits(state.model, state.normalize, batch["image"])
+    logits = compute_logits(state, batch, mesh)
     labels = batch["label"]
 
     # The mean is outside: inside, torch_xla counts the labels of all devices, a collective before
@@ -418,8 +424,8 @@ def eval_step(
 ) -> dict[str, Tensor]:
     """Returns of classes the sums of `sum_classes`; else the logits [B, outputs] of a batch and,
     as "known" [B], 0 for images that could not be decoded: on all devices, and so on all hosts."""
-    with torch.no_grad(), mesh.autocast():
-        logits = compute_logits(state.model, state.normalize, batch["image"])
+    with torch.no_grad():
+        logits = compute_logits(state, batch, mesh)
     if config.objective == "classes":
         return sum_classes(logits, batch)
 
