@@ -156,11 +156,12 @@ def random_crop(height: int, width: int, rng: np.random.Generator) -> tuple[int,
 def train_crop(image: torch.Tensor, size: int, rng: np.random.Generator) -> np.ndarray:
     """Crops [3, H, W] at random to [size, size, 3], and mirrors every second one."""
     top, left, height, width = random_crop(*image.shape[1:], rng)
-    # torchvision's resized_crop. Only of contiguous memory the result keeps its channels last,
-    # without a second pass.
+    # The slice and the resize are torchvision's resized_crop.
     crop = image[None, :, top : top + height, left : left + width]
+    # Only of contiguous memory the result keeps its channels last, without a second pass.
     crop = crop.contiguous(memory_format=torch.channels_last)
     crop = interpolate(crop, size=(size, size), mode="bilinear", antialias=True)[0]
+
     crop = crop.permute(1, 2, 0)
     if rng.random() < 0.5:
         crop = crop.flip(1)
@@ -632,11 +633,16 @@ def in_order(where: str, found: list[str], classes: list[str]) -> list[str]:
     The Unicode form of a name does not count. Raises InputError where the classes are not the same;
     `where` says where they were found.
     """
-    name_of = {unicodedata.normalize("NFC", name): name for name in found}
+    found_name = {}  # of each normal form
+    for name in found:
+        found_name[unicodedata.normalize("NFC", name)] = name
     expected = [unicodedata.normalize("NFC", name) for name in classes]
-    _refuse_classes(where, "lacks", set(expected) - name_of.keys())
-    _refuse_classes(where, "adds", name_of.keys() - set(expected))
-    return [name_of[name] for name in expected]
+
+    lacking = set(expected) - found_name.keys()
+    added = found_name.keys() - set(expected)
+    _refuse_classes(where, "lacks", lacking)
+    _refuse_classes(where, "adds", added)
+    return [found_name[form] for form in expected]
 
 
 def _refuse_classes(where: str, what: str, names: set[str]) -> None:

@@ -161,22 +161,23 @@ class MovieLens:
         `batch` has the columns of "ids" in the same order: user, item, what is known of the user,
         genres.
         """
-        user = Feature("user", len(users) + 1, _ids_from_1(len(users)))
-        film = Feature("item", len(films) + 1, _ids_from_1(len(films)))
+        user = _numbered("user", len(users))
+        film = _numbered("item", len(films))
         attributes = _user_attributes(users) if users_are_known else []
         genres = _genres(films)
-
-        features = [user, film, *attributes]
-        if genres is not None:
-            features.append(genres)
-        self.features = tuple(feature.name for feature in features)
-        self.table_rows = tuple(feature.table_rows for feature in features)
-        self.lookups = tuple(feature.ids.shape[1] for feature in features)
 
         # [users, columns]: the user, age, gender and occupation.
         columns = [feature.ids for feature in (user, *attributes)]
         self._user_columns = np.concatenate(columns, axis=1)
-        self._genres = None if genres is None else genres.ids  # [films, most genres]
+
+        features = [user, film, *attributes]
+        self._genres = None
+        if genres is not None:
+            features.append(genres)
+            self._genres = genres.ids  # [films, most genres]
+        self.features = tuple(feature.name for feature in features)
+        self.table_rows = tuple(feature.table_rows for feature in features)
+        self.lookups = tuple(feature.ids.shape[1] for feature in features)
 
     def _set_dense(self, users: list[User | None], films: list[Film | None]) -> None:
         """Sets the dense features, float32 [users] and [films]; None for one that is unknown."""
@@ -257,9 +258,10 @@ def _in_evaluation(users: np.ndarray, films: np.ndarray) -> np.ndarray:
 # Features
 
 
-def _ids_from_1(count: int) -> np.ndarray:
-    """Returns the ids of users or of films in their order, int32 [count, 1]: 1, 2, …"""
-    return np.arange(1, count + 1, dtype=np.int32)[:, None]
+def _numbered(name: str, count: int) -> Feature:
+    """Returns the feature that is the user or the film itself: ids 1, 2, … in their order."""
+    ids = np.arange(1, count + 1, dtype=np.int32)[:, None]
+    return Feature(name, count + 1, ids)
 
 
 def _user_attributes(users: list[User | None]) -> list[Feature]:
@@ -292,13 +294,13 @@ def _bags(name: str, bags: Sequence[Sequence[str]]) -> Feature:
     words = set()
     for bag in bags:
         words.update(bag)
-    ids = {word: number for number, word in enumerate(sorted(words), start=1)}
+    id_of = {word: number for number, word in enumerate(sorted(words), start=1)}
 
-    most = max(1, max(len(bag) for bag in bags))
-    columns = np.zeros((len(bags), most), np.int32)
-    for row, bag in zip(columns, bags, strict=True):
-        row[: len(bag)] = [ids[word] for word in bag]
-    return Feature(name, len(words) + 1, columns)
+    lookups = max(1, max(len(bag) for bag in bags))
+    ids = np.zeros((len(bags), lookups), np.int32)
+    for index, bag in enumerate(bags):
+        ids[index, : len(bag)] = [id_of[word] for word in bag]
+    return Feature(name, len(words) + 1, ids)
 
 
 # Reading

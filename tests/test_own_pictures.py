@@ -387,7 +387,8 @@ def test_an_export_of_labels_loads_in_torchvision(listed, tmp_path, mesh):
     )
     model = resnet.resnet("resnet50", 3)
     config = replace(resnet50.Config(), objective="multilabel", image_size=32)
-    state = resnet50.State(model, None, None)
+    normalize = resnet.Normalize(imagenet.IMAGENET_MEAN, imagenet.IMAGENET_STD)
+    state = resnet50.State(model, normalize, None)
     resnet50.export(str(tmp_path), state, resnet50.Data(images, images), config, mesh)
 
     file = tmp_path / "model.safetensors"
@@ -398,8 +399,7 @@ def test_an_export_of_labels_loads_in_torchvision(listed, tmp_path, mesh):
     assert json.loads(about["classes"]) == ["blue", "green", "red"]
 
     pixels = torch.from_numpy(images.example(0, np.random.default_rng(0))["image"])[None]
-    normalize = resnet.Normalize(imagenet.IMAGENET_MEAN, imagenet.IMAGENET_STD)
-    state = resnet50.State(model.eval(), normalize, None)
+    model.eval()
     with torch.no_grad():
         ours = resnet50.compute_logits(state, {"image": pixels}, mesh)
         expected = theirs.eval()(normalize(pixels))

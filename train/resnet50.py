@@ -360,7 +360,7 @@ def make_optimizer(config: Config, model: nn.Module) -> torch.optim.Optimizer:
 
 
 def compute_logits(state: State, batch: dict[str, Tensor], mesh: Mesh) -> Tensor:
-    """Returns logits [B, classes], float32, of batch["image"] [B, H, W, 3] uint8."""
+    """Returns logits [B, outputs], float32, of batch["image"] [B, H, W, 3] uint8."""
     with mesh.autocast():
         logits = state.model(state.normalize(batch["image"]))
     return logits.float()
