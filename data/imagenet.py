@@ -1,4 +1,5 @@
-"""ImageNet, or any labelled images: class folders or a `datasets` data set, and a synthetic twin.
+"""ImageNet, or any labelled images: class folders, a CSV of file names, a `datasets` data set; and
+a synthetic twin.
 
 Every example is {"image": uint8 [S, S, 3], RGB, "label": int64}. The device normalises by mean and
 deviation below, and moves channels first: uint8 is a quarter of the bytes, and moving channels
@@ -28,7 +29,7 @@ from torchvision.io import ImageReadMode, decode_jpeg
 from torchvision.transforms.v2 import functional as F
 
 import optional
-from data import splits
+from data import labelled_files, splits, targets
 from data.leftovers import is_leftover
 from errors import InputError
 
@@ -262,6 +263,7 @@ class Images:
         skip_broken: pass over broken files, see `example`.
     Attributes:
         source, left_out: of real images, see data/splits.py.
+        notes: what else the user should know of them.
     """
 
     def __init__(self, split: Split, image_size: int, skip_broken: bool = False):
@@ -270,6 +272,7 @@ class Images:
         self.skip_broken = skip_broken
         self.source = ""
         self.left_out = []
+        self.notes = []
 
     def example(self, index: int, rng: np.random.Generator) -> dict[str, np.ndarray | np.number]:
         """Returns {"image": uint8 [S, S, 3], "label": int64}; a broken file raises InputError.
@@ -298,7 +301,7 @@ class Images:
                     index = int(rng.integers(len(self)))
                 else:
                     pixels = torch.zeros(3, 1, 1, dtype=torch.uint8)
-                    label = np.full_like(label, -1)[()]
+                    label = self._unknown(label)
 
         if is_training:
             image = train_crop(pixels, self.image_size, rng)
@@ -308,6 +311,14 @@ class Images:
         if self.skip_broken:
             example["skipped"] = np.int64(skipped)
         return example
+
+    def _unknown(self, label: Any) -> Any:
+        """Returns the label of an image in evaluation that cannot be decoded.
+
+        Args:
+            label: its own, or an int64 where that could not be read.
+        """
+        return np.full_like(label, -1)[()]
 
     def _refuse(self, broken: str, skipped: int, error: Exception) -> None:
         """Raises InputError where a broken file may not be skipped, or too many were in a row."""
@@ -323,34 +334,35 @@ class ImageFolder(Images):
     """Images in ROOT/train/<class>/**/*.jpg and ROOT/val/<class>/**/*.jpg.
 
     The names of the splits are those of data/splits.py; ROOT/test is evaluated on where nothing is
-    for validation. Files, labels and order are those of torchvision.datasets.ImageFolder, except
-    that hidden class folders and files, and what systems leave in any folder (data/leftovers.py),
-    are passed over. A class may have its name in another Unicode form in another split: its folders
-    are one.
+    for validation, and a tenth of the training images (data/targets.py) where neither is there.
+    ROOT/<class>/*.jpg is taken for the training images, too, where no folder says a split. Files,
+    labels and order are those of torchvision.datasets.ImageFolder, except that hidden class folders
+    and files, and what systems leave in any folder (data/leftovers.py), are passed over. A class
+    may have its name in another Unicode form in another split: its folders are one.
     """
 
     def __init__(self, root: str | Path, split: Split, image_size: int, skip_broken: bool = False):
         super().__init__(split, image_size, skip_broken)
         found, _ = _listed(root)
         train, evaluation = choose_splits(found, str(root))
-        if train is None:
+        is_root = train is None and evaluation is None and _are_classes(root, found)
+        if train is None and not is_root:
             raise InputError(
                 f"{root} has no train/ folder; "
                 "expected train/<class>/*.jpg and val/<class>/*.jpg, "
                 f"found {', '.join(found[:10]) or 'nothing'}"
             )
-        self.folder = os.path.join(root, train)
+        self.folder = str(root) if is_root else os.path.join(root, train)
         self.classes = _class_folders(self.folder)
         self._folders = self.classes
-        if split == "eval":
-            if evaluation is None:
-                raise InputError(
-                    f"{root} has no folder to evaluate on; expected one of val, validation, test"
-                )
+        if split == "eval" and evaluation is not None:
             self.folder = os.path.join(root, evaluation)
             self._folders = in_order(self.folder, _class_folders(self.folder), self.classes)
-        self.source = os.path.basename(self.folder) + "/"
-        self.left_out = [f"{name}/" for name in found if name not in (train, evaluation)]
+        self.source = os.path.basename(os.path.abspath(self.folder)) + "/"
+        used = self.classes if is_root else (train, evaluation)
+        self.left_out = [f"{name}/" for name in found if name not in used]
+        if os.path.isfile(os.path.join(root, labelled_files.NAME)):
+            self.left_out.append(f"{labelled_files.NAME} (--label reads it)")
 
         # A million names in one buffer: cheap to send to a worker, and a long one does not widen
         # the others.
@@ -358,6 +370,33 @@ class ImageFolder(Images):
         sizes = [len(names) for names in files]
         self._names = pa.array(itertools.chain(*files), pa.large_binary())
         self._labels = np.repeat(np.arange(len(files), dtype=np.int32), sizes)
+        if evaluation is None:
+            self._hold_out(files)
+
+    def _hold_out(self, files: list[list[bytes]]) -> None:
+        """Keeps of the images of all classes those of this split: a tenth is evaluated on.
+
+        Args:
+            files: the names of the images in each class folder.
+        """
+        keys = []
+        for class_folder, names in zip(self.classes, files, strict=True):
+            for name in names:
+                path = f"{class_folder}/{os.fsdecode(name)}"
+                keys.append(unicodedata.normalize("NFC", path))
+        target = targets.Target("classes", tuple(self.classes))
+        held = targets.held_out(keys, self._labels, target)
+
+        train_source, evaluation_source = labelled_files.held_out_sources(self.source, held)
+        self.notes = labelled_files.notes_of_held_out(held, self._labels, target)
+        if self.split == "train":
+            taken = ~held
+            self.source = train_source
+        else:
+            taken = held
+            self.source = evaluation_source
+        self._names = self._names.filter(pa.array(taken))
+        self._labels = self._labels[taken]
 
     def __len__(self) -> int:
         return len(self._labels)
@@ -371,6 +410,55 @@ class ImageFolder(Images):
     def _read(self, index: int) -> tuple[bytes, int, str]:
         path = self.path(index)
         return read_file(path), int(self._labels[index]), path
+
+
+class ListedImages(Images):
+    """Images that a CSV names, with its labels: see data/labelled_files.py.
+
+    Attributes:
+        target: what the labels are.
+        labels: as an example has them: the number of a class; in multilabel a vector of 0 and 1; in
+            a regression a number in the unit of `scale`.
+    """
+
+    UNKNOWN = np.float32(-1e30)  # no number of a regression, in the unit of their deviation
+
+    def __init__(
+        self,
+        tables: labelled_files.Tables,
+        split: Split,
+        image_size: int,
+        skip_broken: bool = False,
+        columns: labelled_files.Columns | None = None,
+    ):
+        super().__init__(split, image_size, skip_broken)
+        columns = columns or labelled_files.Columns()
+        listed = labelled_files.open_split(tables, split, columns)
+        self.target = listed.target
+        self.classes = list(listed.target.names)
+        self.labels = listed.labels
+        self.scale = listed.scale
+        self.source = listed.source
+        self.left_out = listed.left_out
+        self.notes = listed.notes
+        paths = [os.fsencode(path) for path in listed.paths]
+        self._paths = pa.array(paths, pa.large_binary())
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def path(self, index: int) -> str:
+        """Returns the path of a file."""
+        return os.fsdecode(self._paths[index].as_py())
+
+    def _read(self, index: int) -> tuple[bytes, Any, str]:
+        path = self.path(index)
+        return read_file(path), self.labels[index], path
+
+    def _unknown(self, label: Any) -> Any:
+        if self.target.objective == "classes":
+            return np.int64(-1)
+        return np.full_like(self.labels[0], self.UNKNOWN)[()]
 
 
 class SyntheticImages(Images):
@@ -435,16 +523,35 @@ class SyntheticImages(Images):
         return rows.astype(np.float32) @ columns.T.astype(np.float32)
 
 
-def open_imagenet(data: str, split: Split, image_size: int, skip_broken: bool = False) -> Images:
+def open_imagenet(
+    data: str,
+    split: Split,
+    image_size: int,
+    skip_broken: bool = False,
+    columns: labelled_files.Columns | None = None,
+) -> Images:
     """Opens a split of labelled images.
 
     Args:
-        data: a folder with train/<class>/*.jpg and val/<class>/*.jpg, a folder of parquet or arrow
-            files, an id on the Hugging Face hub ("owner/name"), or a folder or URL of shards.
+        data: a folder with train/<class>/*.jpg and val/<class>/*.jpg, or with a labels.csv; a CSV;
+            a folder of parquet or arrow files, an id on the Hugging Face hub ("owner/name"), or a
+            folder or URL of shards.
+        columns: what of a CSV is learned. Where it asks for something, a CSV comes before class
+            folders.
     Raises:
-        InputError: `data` is none of these, or is damaged.
+        InputError: `data` is none of these, or is damaged, or has no CSV that `columns` asks for.
     """
     path = Path(data).expanduser()
+    asked_for = columns is not None and columns.asked_for
+    tables = labelled_files.find_tables(data)
+    if tables is not None and (asked_for or not _has_other_images(path, data)):
+        return ListedImages(tables, split, image_size, skip_broken, columns)
+    if asked_for:
+        raise InputError(
+            f"--label, --objective and --separator are for a {labelled_files.NAME}, "
+            f"which {data} does not have"
+        )
+
     if "://" in data or (path / "shards.json").is_file():
         shards = optional.load("shards", asked=data)
         return shards.Shards(data, split, image_size, skip_broken)
@@ -466,14 +573,36 @@ def open_imagenet(data: str, split: Split, image_size: int, skip_broken: bool = 
     return hub_images.HubImages(data, split, image_size, skip_broken)
 
 
-def _has_class_folders(folder: Path, data: str) -> bool:
+def _has_other_images(path: Path, data: str) -> bool:
+    """Returns whether a folder has images besides those of a labels.csv: of classes, or tables."""
+    if not path.is_dir():
+        return False
+    if (path / "shards.json").is_file():
+        return True
+    return _has_class_folders(path, data) or _has_tables(path)
+
+
+def _has_class_folders(path: Path, data: str) -> bool:
     """Returns whether a folder has one for training, with folders in it."""
-    names, _ = _listed(folder)
+    names, _ = _listed(path)
     train = splits.named(names, "train", data)
     if train is None:
         return False
-    classes, _ = _listed(folder / train)
+    classes, _ = _listed(path / train)
     return len(classes) > 0
+
+
+def _are_classes(root: str | Path, names: list[str]) -> bool:
+    """Returns whether the subfolders of a folder, of which none says a split, are class folders.
+
+    They are if there are two or more and each has images in it: one with other folders in it may be
+    a part of a data set.
+    """
+    for name in names:
+        _, files = _listed(os.path.join(root, name))
+        if not any(map(_is_image, files)):
+            return False
+    return len(names) > 1
 
 
 def _has_tables(folder: Path) -> bool:

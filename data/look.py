@@ -25,7 +25,7 @@ def images(data: str, task: str) -> str:
         for index in (0, len(dataset) - 1):
             dataset.example(index, np.random.default_rng(0))
 
-    if isinstance(evaluation, imagenet.ImageFolder):
+    if isinstance(evaluation, imagenet.ImageFolder | imagenet.ListedImages):
         for index in range(len(evaluation)):
             path = evaluation.path(index)
             if not imagenet.read_file(path, size=1):

@@ -305,6 +305,10 @@ def load_weights(
     """
     weights = dict(weights)
     own = model.state_dict()
+    for name in own:
+        # Torchvision's older files lack it; the norms' momentum is fixed, so nothing reads it.
+        if name.endswith("num_batches_tracked"):
+            weights.setdefault(name, own[name])
     for name in ("fc.weight", "fc.bias"):
         if name not in weights:
             continue
@@ -333,6 +337,7 @@ def decide_head(
     classes: Sequence[str],
     path: str,
     stated: Sequence[str] = (),
+    objective: str = "classes",
 ) -> heads.HeadDecision:
     """Decides by the names of the classes what becomes of the head in a weights file.
 
@@ -346,6 +351,7 @@ def decide_head(
         classes: the names of the data's.
         path: the file, for messages.
         stated: the names of the head's rows as the user states them; () where not stated.
+        objective: of data/targets.py, that the head is to have; of another one it is new.
 
     Raises:
         InputError: the metadata is no list of as many names as the head has rows, or an order is
@@ -359,6 +365,10 @@ def decide_head(
     theirs = None
     if "classes" in metadata:
         theirs = _names_of_rows(metadata["classes"], len(bias), where)
+    their_objective = metadata.get("objective", "classes")
+    if their_objective != objective:
+        what = f"a head for --objective {their_objective}, this run has {objective}"
+        return heads.new_head(where, what)
 
     if len(bias) != len(classes):
         named = f" ({heads.listed(theirs)})" if theirs else ""

@@ -127,6 +127,7 @@ def test_flags_after_two_dashes_are_the_scripts():
         ("bert --task mrpc", 32, 4),
         ("roberta --task pretrain", 8192, 1024),
         ("roberta --task pretrain --batch 32 -- --update-every 4", 32 * 8 * 4, 32),
+        ("resnet50 finetune", 256, 32),  # that of 100,000 images
         ("dlrm mlperf_v1", 2048, 256),
         ("transformer tpu --batch 256", 256 * 64 * 8, 256),  # tokens
         ("transformer base", 26_624, 13),
@@ -169,6 +170,23 @@ def test_flags_of_the_script_are_validated():
     _, job = compiling.parse(["resnet50", "--", "--update-every", "0"])
     with pytest.raises(InputError, match="--update-every is 0; it must be at least 1"):
         job.config(8)
+
+
+@pytest.mark.parametrize(
+    ("objective", "shape"),
+    [
+        ("classes", ((128,), steps.I64)),
+        ("multilabel", ((128, 1000), steps.F32)),
+        ("regression", ((128,), steps.F32)),
+    ],
+)
+def test_labels_of_images_have_the_shape_of_their_objective(objective, shape, monkeypatch):
+    monkeypatch.setattr(steps.staging, "inputs", lambda shapes, mesh: shapes)
+    _, job = compiling.parse(f"resnet50 --batch 16 -- --objective {objective}".split())
+
+    shapes = steps.image_batch(job.config(8), None)
+
+    assert shapes["label"] == shape
 
 
 @pytest.mark.parametrize(

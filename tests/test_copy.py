@@ -22,6 +22,7 @@ COPIES = ["resnet50", "dlrm", "transformer", *OF_TEXT]  # a model, and its task 
 # What is not of every copy: file or package -> the copies that have it.
 OF_MODELS = {
     "models/resnet.py": {"resnet50"},
+    "data/labelled_files.py": {"resnet50"},
     "models/dlrm.py": {"dlrm"},
     "train/common/embedding/bags.py": {"dlrm"},
     "models/transformer.py": {"transformer"},

@@ -639,7 +639,7 @@ def test_a_blocked_port_22_is_found(monkeypatch):
 
 
 # ---- data, opened as the scripts would -----------------------------------------------------------
-NO_EVALUATION = "images has no folder to evaluate on; expected one of val, validation, test"
+NO_EVALUATION = "1 examples cannot be split into training and validation"
 
 
 def write_pictures(folder: Path, count: int) -> None:
@@ -720,9 +720,10 @@ def test_images_are_opened_as_their_script_would(script, said, images, check_ope
 
 
 @starts_a_process
-def test_images_without_a_split_to_evaluate_on_are_named(tmp_path, check_opened):
+def test_images_without_a_split_to_evaluate_on_are_divided(tmp_path, check_opened):
     write_pictures(tmp_path / "images" / "train", 3)
-    check_opened("resnet50", "fix", NO_EVALUATION)
+    said = "2 images of 1 classes (trained on 2 of the 3 pictures of train/, evaluated on the other"
+    check_opened("resnet50", "ok", said)
 
 
 @starts_a_process

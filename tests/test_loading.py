@@ -559,6 +559,30 @@ def test_what_cannot_be_loaded_is_refused(mesh, dataset, batch_size, message, tr
         parallel_loader(dataset, batch_size, mesh, train=train, stop=1)
 
 
+@pytest.mark.parametrize(
+    ("examples", "micro_batches", "message"),
+    [
+        (720, 1, "--batch-size 720 makes one update per epoch, --batch-size 32 makes 22"),
+        (723, 3, "--batch-size 720 makes one update per epoch, --batch-size 24 makes 30"),
+        (90, 1, "--batch-size 88 makes one update per epoch, --batch-size 4 makes 22"),
+        (6, 1, "--batch-size 4 makes one update per epoch; or else"),
+        (3, 1, "a batch has at least 4, on these devices: add examples"),
+    ],
+)
+def test_a_batch_larger_than_the_data_gets_batches_that_fit(mesh, examples, micro_batches, message):
+    batch_size = 1200
+    pattern = f"batch_size is 1200, but the data set has {examples} examples.*{message}"
+
+    with pytest.raises(InputError, match=pattern) as error:
+        loading.steps_per_epoch(
+            Numbers(examples), batch_size, mesh, micro_batches=micro_batches, hint="; or else"
+        )
+    assert str(error.value).endswith("; or else") == (examples > 3)
+
+    for size in map(int, re.findall(r"--batch-size (\d+)", str(error.value))):
+        loading.steps_per_epoch(Numbers(examples), size, mesh, micro_batches=micro_batches)
+
+
 # Counting, waiting, closing
 
 

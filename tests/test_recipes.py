@@ -750,11 +750,11 @@ def test_non_finite_padding_does_not_reach_resnets_metrics(nothing, mesh):
     labels = np.array([1, 2, -1, 0, 3, 3])
     logits = torch.randn(6, 12)
     batch = images(labels) | {"mask": torch.tensor([1.0, 1, 1, 1, 0, 0])}
-    expected = resnet50.eval_step(resnet50_state(logits), batch, None, mesh)
+    expected = resnet50.eval_step(resnet50_state(logits), batch, resnet50.Config(), mesh)
     assert expected["count"] == 3
 
     logits[[2, 4, 5]] = nothing
-    found = resnet50.eval_step(resnet50_state(logits), batch, None, mesh)
+    found = resnet50.eval_step(resnet50_state(logits), batch, resnet50.Config(), mesh)
 
     assert found == expected
     assert all(value.isfinite() for value in found.values())

@@ -15,7 +15,7 @@ import numpy as np
 import PIL.Image
 import pytest
 import safetensors
-import timm
+import timm.optim
 import torch
 import torchvision
 from helpers import DUMP, crash, environment, losses, page_code, read_program, stop_at

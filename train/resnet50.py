@@ -7,12 +7,14 @@ recipe    Goyal et al. 2017 (arXiv:1706.02677): 90 epochs, learning rate 0.1 per
           256, 76.3 % at 8,192 (table 1).
           On top, from He et al. 2018 (arXiv:1812.01187, sections 3.1, 5.1, 5.2): no weight decay on
           norms and biases, cosine decay, label smoothing 0.1.
+          Fine-tuning, for 100 to 100,000 images: see `fit`.
 data      ImageNet (1,281,167 images, 1,000 classes) as a tree of class folders, any images that
           Hugging Face's `datasets` opens, or shards in a folder or a bucket
-          (make data DATASET=images)
+          (make data DATASET=images); or pictures with a labels.csv (data/labelled_files.py)
 run       python -m train.resnet50 tiny                          synthetic data: half a minute on
                                                                  two CPU cores
           python -m train.resnet50 full --data /data/imagenet    on a TPU VM
+          python -m train.resnet50 finetune --data /data/pictures --weights resnet50.pth
 result    full recipe: not run yet; tiny: README.md
 """
 
@@ -24,14 +26,15 @@ if __name__ == "__main__" and not __package__:  # by its path: the imports below
 import json
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from data import imagenet, splits
+from data import imagenet, labelled_files, splits, targets
 from errors import InputError
 from models import heads
 from models.resnet import Normalize, decide_head, load_weights, resnet
@@ -44,18 +47,21 @@ from train.common.run import Run
 class Config:
     data: str = ""  # class folders, shards, or saved by HF datasets; URL; HF hub id; "synthetic"
     model: Literal["resnet50", "resnet101", "resnet152", "resnet_tiny"] = "resnet50"  # network
-    weights: str = ""  # safetensors file to fine-tune; for other classes the head is new
+    weights: str | None = ""  # to fine-tune: safetensors or .pth; for other classes a new head
     labels: str = ""  # classes in the order of --weights' head: a,b,…; where the file names none
+    label: tuple[str, ...] = ()  # columns of a labels.csv; none: the one that can be meant
+    objective: Literal[targets.OBJECTIVES] = "classes"  # what the labels of a labels.csv are
+    separator: str = ""  # between the labels of a text, in multilabel
     image_size: int = 224  # pixels, square
-    epochs: int = 90  # passes over the training data
-    batch_size: int = 1024  # examples per update, over all devices
+    epochs: int | None = 90  # passes over the training data; None: fits their number
+    batch_size: int | None = 1024  # examples per update, over all devices; None: fits the data
     update_every: int = 1  # gradient-accumulation steps: micro-batches that a batch is cut into
     optimizer: Literal["sgd", "lars"] = "sgd"  # lars (You et al. 2017): for batches above 8,192
-    lr: float = 0.1  # peak learning rate per 256 examples: scaled by batch_size / 256
-    warmup_epochs: float = 5.0  # linear from 0
+    lr: float | None = 0.1  # peak learning rate per 256 examples: scaled by batch_size / 256
+    warmup_epochs: float | None = 5.0  # linear from 0; None: a tenth of the epochs
     momentum: float = 0.9  # of SGD and LARS
     weight_decay: float = 1e-4  # not on norms and biases
-    label_smoothing: float = 0.1  # of the training loss
+    label_smoothing: float = 0.1  # of the training loss of classes
     norm_groups: int = 0  # batch-norm groups per micro-batch; 0: one per device
     precision: Literal["bfloat16", "float32", "fast_float32"] = "bfloat16"  # train/common/device.py
     device: Literal["xla", "cpu", "cuda"] = "xla"  # xla: a TPU or XLA on CPUs; else plain PyTorch
@@ -65,7 +71,7 @@ class Config:
     skip_broken: bool = False  # replace images that cannot be decoded, and count them; else stop
     log_every: int = 50  # steps between lines of metrics
     save_every: int = 1000  # steps between checkpoints; there is one at each evaluation, too
-    eval_every: int = 1  # epochs between evaluations
+    eval_every: int | None = 1  # epochs between evaluations; None: ten in a run
     keep: int = 3  # checkpoints that stay
     runs: str = "runs"  # folder or URL (gs://bucket/runs) of all runs
     name: str = ""  # folder of this run below it; "": chosen
@@ -86,11 +92,29 @@ TINY = Config(
     save_every=50,
 )
 
+# None: the weights have to be given, and `fit` chooses the others.
+FINETUNE = Config(
+    weights=None,
+    epochs=None,
+    batch_size=None,
+    lr=None,
+    warmup_epochs=None,
+    eval_every=None,
+    norm_groups=1,  # a small batch has too few images per device for statistics of its own
+    log_every=10,
+)
+
 # Fields that a resumed run may change: these do not change the trained weights.
 MAY_CHANGE = ("workers", "log_every", "save_every", "keep", "strict", "layout", "safe_forms")
 # The vector memory of a TPU core that one fusion may use. libtpu's default is less, which costs
 # cycles: docs/tpu/findings.md.
 VMEM_KIB = 40_960
+# What `fit` chooses: of the batch, of the epochs and updates of a run, and the rate.
+SMALLEST_BATCH = 16
+LARGEST_BATCH = 256
+FEWEST_EPOCHS = 10
+FEWEST_UPDATES = 500
+FINETUNE_LR = 0.03  # per 256 examples
 SYNTHETIC_CLASSES = 10
 SYNTHETIC_TRAIN = 2048  # images
 SYNTHETIC_EVAL = 500
@@ -135,17 +159,34 @@ def validate(config: Config) -> Config:
     cli.at_least(config, -1, "workers")
     cli.at_least(config, 0, "label_smoothing", below=1)
 
-    if config.warmup_epochs >= config.epochs:
+    if config.weights is None:
+        raise InputError(
+            "--weights is missing: this preset starts from a trained network; "
+            "give torchvision's file of --model (.pth) or the model.safetensors of an export"
+        )
+    are_given = config.warmup_epochs is not None and config.epochs is not None
+    if are_given and config.warmup_epochs >= config.epochs:
         raise InputError(
             f"--warmup-epochs is {config.warmup_epochs}; it must be below --epochs, {config.epochs}"
         )
-    check_norm_groups(config)
+    if config.batch_size is not None:
+        check_norm_groups(config)
     if config.labels and not config.weights:
         raise InputError(
             f"--labels is {config.labels}; it is for the head of --weights, which are not given"
         )
     cli.need_data(config, "a folder of images or a data set id")
+    if config.data == "synthetic" and columns_of(config).asked_for:
+        raise InputError(
+            "--label, --objective and --separator are for a labels.csv; "
+            "the images of --data synthetic have classes"
+        )
     return config
+
+
+def columns_of(config: Config) -> labelled_files.Columns:
+    """Returns what of a labels.csv is learned."""
+    return labelled_files.Columns(config.label, config.objective, config.separator)
 
 
 def check_norm_groups(config: Config) -> None:
@@ -165,6 +206,59 @@ def check_norm_groups(config: Config) -> None:
         )
 
 
+def fit(config: Config, images: int, devices: int) -> Config:
+    """Returns the config with values that fit so many training images where a field is None.
+
+    As BiT-HyperRule (Kolesnikov et al. 2020, arXiv:1912.11370) it goes by the number of images
+    alone, and makes at least the 500 updates that the rule has for small sets. That rule has
+    batches of 512, which some hundred images do not fill: here the batch grows with their number.
+    SGD with a momentum of 0.9 and a cosine are those of Kornblith et al. 2019 (arXiv:1805.08974),
+    and the peak rate lies in their grid, 1e-4 to 0.1 for batches of 256.
+    """
+    if config.batch_size is None:
+        batch_size = LARGEST_BATCH
+        while batch_size > SMALLEST_BATCH and images // batch_size < loading.UPDATES_PER_EPOCH:
+            batch_size //= 2
+        divisor = config.update_every * devices
+        config = replace(config, batch_size=math.ceil(batch_size / divisor) * divisor)
+
+    if config.epochs is None:
+        updates_per_epoch = max(images // config.batch_size, 1)
+        epochs = math.ceil(FEWEST_UPDATES / updates_per_epoch)
+        config = replace(config, epochs=max(epochs, FEWEST_EPOCHS))
+    if config.lr is None:
+        config = replace(config, lr=FINETUNE_LR)
+    if config.warmup_epochs is None:
+        config = replace(config, warmup_epochs=config.epochs / 10)
+    if config.eval_every is None:
+        config = replace(config, eval_every=max(config.epochs // 10, 1))
+    return config
+
+
+def explain_fit(given: Config, config: Config, images: int) -> str:
+    """Returns a line about what `fit` has chosen, and why; "" where it has chosen nothing.
+
+    Args:
+        given: before `fit`.
+    """
+    reasons = {
+        "batch_size": f"about {loading.UPDATES_PER_EPOCH} updates per epoch, "
+        f"but {SMALLEST_BATCH} to {LARGEST_BATCH}",
+        "epochs": f"at least {FEWEST_UPDATES} updates and {FEWEST_EPOCHS} epochs",
+        "lr": "per 256 images; a trained network needs less than the 0.1 of a new one",
+        "warmup_epochs": "a tenth",
+        "eval_every": "ten evaluations",
+    }
+    chosen = []
+    for name, reason in reasons.items():
+        if getattr(given, name) is None:
+            flag = name.replace("_", "-")
+            chosen.append(f"--{flag} {getattr(config, name):g} ({reason})")
+    if not chosen:
+        return ""
+    return f"chosen for {images:,} training images: {', '.join(chosen)}"
+
+
 def open_data(config: Config) -> Data:
     """Opens the training and the evaluation images."""
     if config.data == "synthetic":
@@ -172,10 +266,10 @@ def open_data(config: Config) -> Data:
             train=_synthetic(config, "train", SYNTHETIC_TRAIN),
             eval=_synthetic(config, "eval", SYNTHETIC_EVAL),
         )
-    size = config.image_size
+    options = (config.image_size, config.skip_broken, columns_of(config))
     return Data(
-        train=imagenet.open_imagenet(config.data, "train", size, config.skip_broken),
-        eval=imagenet.open_imagenet(config.data, "eval", size, config.skip_broken),
+        train=imagenet.open_imagenet(config.data, "train", *options),
+        eval=imagenet.open_imagenet(config.data, "eval", *options),
     )
 
 
@@ -184,7 +278,7 @@ def _synthetic(config: Config, split: str, count: int) -> imagenet.SyntheticImag
 
 
 def open_weights(
-    config: Config, classes: list[str]
+    config: Config, images: imagenet.Images
 ) -> tuple[dict[str, Tensor], heads.HeadDecision]:
     """Returns the tensors of --weights, and what becomes of their head.
 
@@ -192,12 +286,27 @@ def open_weights(
         InputError: the file cannot be read; or, with --lr 0, which trains nothing, the classes of
             its head are unknown or not the data's.
     """
-    weights, metadata = files.load_with_metadata(config.weights)
+    weights, metadata = files.load_model(config.weights)
+    classes = images.classes
     stated = heads.parse_labels(config.labels, classes) if config.labels else ()
-    head = decide_head(weights, metadata, classes, config.weights, stated)
+    head = decide_head(weights, metadata, classes, config.weights, stated, config.objective)
     if config.lr == 0 and head.refusal_at_lr_0:
         raise InputError(head.refusal_at_lr_0)
+    if config.objective == "regression" and head.rows is not None:
+        weights = in_units(weights, metadata, images.scale)
     return weights, head
+
+
+def in_units(
+    weights: dict[str, Tensor], metadata: dict[str, str], scale: labelled_files.Scale
+) -> dict[str, Tensor]:
+    """Returns the weights of an exported regression with a head that predicts in this run's unit,
+    `scale`, what it predicted in that of its own labels."""
+    mean = float(metadata["label_mean"])
+    deviation = float(metadata["label_std"])
+    weight = weights["fc.weight"] * (deviation / scale.deviation)
+    bias = (weights["fc.bias"] * deviation + mean - scale.mean) / scale.deviation
+    return weights | {"fc.weight": weight, "fc.bias": bias}
 
 
 def build(config: Config, data: Data, mesh: Mesh) -> State:
@@ -218,7 +327,7 @@ def build(config: Config, data: Data, mesh: Mesh) -> State:
 
     model = resnet(config.model, len(data.train.classes), norm_groups=norm_groups)
     if config.weights:
-        weights, head = open_weights(config, data.train.classes)
+        weights, head = open_weights(config, data.train)
         load_weights(model, weights, config.weights, head)
         if head.message and mesh.main_process:
             print(head.message, flush=True)
@@ -251,7 +360,7 @@ def make_optimizer(config: Config, model: nn.Module) -> torch.optim.Optimizer:
 
 
 def compute_logits(state: State, batch: dict[str, Tensor], mesh: Mesh) -> Tensor:
-    """Returns logits [B, classes], float32, of batch["image"] [B, H, W, 3] uint8."""
+    """Returns logits [B, outputs], float32, of batch["image"] [B, H, W, 3] uint8."""
     with mesh.autocast():
         logits = state.model(state.normalize(batch["image"]))
     return logits.float()
@@ -260,28 +369,43 @@ def compute_logits(state: State, batch: dict[str, Tensor], mesh: Mesh) -> Tensor
 def forward(
     state: State, batch: dict[str, Tensor], config: Config, mesh: Mesh
 ) -> dict[str, Tensor]:
-    """Returns mean loss and accuracy over a batch or micro-batch of B examples.
+    """Returns the mean loss over a batch or micro-batch of B examples, of classes also accuracy.
 
     Args:
-        batch: "image" [B, H, W, 3] uint8 and "label" [B], the number of the class.
+        batch: "image" [B, H, W, 3] uint8 and "label", see `compute_losses`.
     """
     logits = compute_logits(state, batch, mesh)
     labels = batch["label"]
 
-    losses = F.cross_entropy(
-        logits, labels, reduction="none", label_smoothing=config.label_smoothing
-    )
     # The mean is outside: inside, torch_xla counts the labels of all devices, a collective before
     # the backward pass.
-    loss = losses.mean()
+    loss = compute_losses(logits, labels, config).mean()
+    if config.objective != "classes":
+        return {"loss": loss}
     correct = logits.detach().argmax(1) == labels
     return {"loss": loss, "accuracy": correct.float().mean()}
+
+
+def compute_losses(logits: Tensor, labels: Tensor, config: Config) -> Tensor:
+    """Returns the training loss of each example [B].
+
+    Args:
+        logits: [B, outputs], float32.
+        labels: [B], numbers of classes; in multilabel [B, labels], 0 or 1; in a regression [B], in
+            units of the labels' standard deviation (data/labelled_files.py says why).
+    """
+    if config.objective == "multilabel":
+        losses = F.binary_cross_entropy_with_logits(logits, labels, reduction="none")
+        return losses.mean(1)
+    if config.objective == "regression":
+        return (logits[:, 0] - labels).square()
+    return F.cross_entropy(logits, labels, reduction="none", label_smoothing=config.label_smoothing)
 
 
 def train_step(
     state: State, batch: dict[str, Tensor], config: Config, mesh: Mesh
 ) -> dict[str, Tensor]:
-    """Updates once on a batch; returns the mean loss and accuracy."""
+    """Updates once on a batch; returns what `forward` does."""
     means = forward(state, batch, config, mesh)
     means["loss"].backward()
     update(state, config)
@@ -298,12 +422,31 @@ def update(state: State, config: Config) -> dict[str, Tensor]:
 def eval_step(
     state: State, batch: dict[str, Tensor], config: Config, mesh: Mesh
 ) -> dict[str, Tensor]:
-    """Returns sums over the examples of a batch, without padding (mask 0) and images that could not
-    be decoded (label -1)."""
+    """Returns of classes the sums of `sum_classes`; else the logits [B, outputs] of a batch and,
+    as "known" [B], 0 for images that could not be decoded: on all devices, and so on all hosts."""
     with torch.no_grad():
         logits = compute_logits(state, batch, mesh)
+    if config.objective == "classes":
+        return sum_classes(logits, batch)
 
-    is_counted = batch["mask"] * (batch["label"] >= 0)
+    outputs = {"logits": logits, "known": is_known(batch["label"]).float()}
+    for output in outputs.values():
+        device.replicate(output, mesh)
+    return outputs
+
+
+def is_known(labels: Tensor) -> Tensor:
+    """Returns whether each label [B] or [B, labels] of an evaluation is of an image that could be
+    decoded, [B]."""
+    if labels.is_floating_point():
+        return labels.reshape(len(labels), -1)[:, 0] > imagenet.ListedImages.UNKNOWN / 2
+    return labels >= 0
+
+
+def sum_classes(logits: Tensor, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Returns sums over the examples of a batch, without padding (mask 0) and images that could not
+    be decoded (label -1)."""
+    is_counted = batch["mask"] * is_known(batch["label"])
     label = batch["label"].clamp(min=0)
     label_logit = logits.gather(1, label[:, None])
 
@@ -340,26 +483,33 @@ def check_evaluation(data: Data, config: Config, mesh: Mesh) -> None:
     for batch in batches:
         labels = batch["label"]
         # A data set may have other labels than numbers of classes.
-        if labels.dim() != 1 or labels.is_floating_point():
+        is_class = labels.dim() == 1 and not labels.is_floating_point()
+        if config.objective == "classes" and not is_class:
             dtype = str(labels.dtype).removeprefix("torch.")
             raise InputError(
                 f"a label of the images is {dtype} of shape {list(labels.shape[1:])}; "
                 "this script's loss and metrics are for the number of a class: "
                 "change forward and eval_step, and this check"
             )
-        decoded += int((batch["mask"] * (labels >= 0)).sum())
+        decoded += int((batch["mask"] * is_known(labels)).sum())
 
     if not device.over_hosts(mesh, decoded).total:
         raise InputError(
             f"none of the first and last images of the evaluation split of {config.data} "
             "can be decoded"
         )
+    if config.objective == "multilabel" and not data.eval.labels.any():
+        raise InputError(
+            f"no image of the evaluation split of {config.data} has a label, "
+            "so average precision is not defined; give others"
+        )
 
 
 def evaluate(
     eval_fn: Callable, state: State, images: loading.Dataset, config: Config, mesh: Mesh
 ) -> dict[str, float]:
-    """Returns top-1 and top-5 accuracy and the mean loss over every image once.
+    """Returns the mean loss over every image once, with top-1 and top-5 accuracy of classes, else
+    with the metrics of the objective (data/targets.py).
 
     Args:
         eval_fn: the compiled eval_step.
@@ -374,11 +524,15 @@ def evaluate(
         workers=config.workers,
     )
     with loader:
-        sums = [eval_fn(state, batch, config, mesh) for batch in loader]
-        totals = device.fetch_sums(sums)
+        outputs = [eval_fn(state, batch, config, mesh) for batch in loader]
+        if config.objective == "classes":
+            totals = device.fetch_sums(outputs)
+            count = totals["count"]
+        else:
+            logits, known = read_outputs(outputs, len(images))
+            count = known.sum()
     state.model.train()
 
-    count = totals["count"]
     if not count:
         raise InputError(f"no image of the evaluation split of {config.data} can be decoded")
     if count < len(images) and mesh.main_process:
@@ -386,12 +540,39 @@ def evaluate(
             f"evaluated {count:.0f} of {len(images)} images: the others cannot be decoded",
             flush=True,
         )
-    return {name: totals[name] / count for name in ("top1", "top5", "loss")}
+    if config.objective == "classes":
+        return {name: totals[name] / count for name in ("top1", "top5", "loss")}
+    return score(logits[known], images.labels[known], images, config)
+
+
+def read_outputs(outputs: list[dict[str, Tensor]], examples: int) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the logits [n, outputs] of n examples, in their order, and which of them could be
+    decoded, bool [n]. The padding is after the last example."""
+    logits = torch.cat(device.read([output["logits"] for output in outputs]))
+    known = torch.cat(device.read([output["known"] for output in outputs]))
+    return logits[:examples].numpy(), known[:examples].numpy() > 0
+
+
+def score(
+    logits: np.ndarray, labels: np.ndarray, images: imagenet.ListedImages, config: Config
+) -> dict[str, float]:
+    """Returns the metrics of multilabel or a regression, and the mean loss.
+
+    Args:
+        logits, labels: of n of the images; a regression's are in units of `images.scale`, its
+            metrics in those of the CSV.
+    """
+    losses = compute_losses(torch.from_numpy(logits), torch.from_numpy(labels), config)
+    if config.objective == "regression":
+        logits = images.scale.to_labels(logits)
+        labels = images.scale.to_labels(labels)
+    metrics = targets.score(images.target, logits, labels)
+    return metrics | {"loss": losses.mean().item()}
 
 
 def export(folder: str, state: State, data: Data, config: Config, mesh: Mesh) -> None:
     """Writes model.safetensors for `load_state_dict` of torchvision's model; its metadata names the
-    classes and how an image is prepared (docs/exports.md)."""
+    classes, the objective and how an image is prepared (docs/exports.md)."""
     # state_dict() converts parameters to torchvision's shapes. On the device that would compile a
     # program, so the parameters are fetched as they are, and a model on the host converts them.
     tensors = dict(state.model.named_parameters())
@@ -404,13 +585,27 @@ def export(folder: str, state: State, data: Data, config: Config, mesh: Mesh) ->
     on_host = resnet(config.model, len(classes))
     on_host.load_state_dict(weights)
     metadata = {"model": config.model, "classes": json.dumps(classes)}
+    metadata["objective"] = config.objective
+    if config.objective == "regression":
+        metadata["label_mean"] = str(data.train.scale.mean)
+        metadata["label_std"] = str(data.train.scale.deviation)
     metadata |= imagenet.preparation(config.image_size)
     files.save_weights(f"{folder}/model.safetensors", on_host.state_dict(), metadata)
 
 
+def contents(images: imagenet.Images, config: Config) -> str:
+    """Returns what a run is trained on, for its first line."""
+    labels = {
+        "classes": f"of {len(images.classes)} classes",
+        "multilabel": f"with {len(images.classes)} labels",
+        "regression": f"with a number, {images.classes[0]}",
+    }
+    return f"{len(images)} images {labels[config.objective]}"
+
+
 def main(config: Config) -> dict[str, float]:
-    """Trains, evaluates and exports; returns the final metrics: top1, top5 and loss of the
-    evaluation split."""
+    """Trains, evaluates and exports; returns the final metrics of the evaluation split: of classes
+    top1, top5 and loss."""
     config = validate(config)
     mesh = device.setup(
         config.seed,
@@ -423,15 +618,21 @@ def main(config: Config) -> dict[str, float]:
     )
     data = open_data(config)
     images = len(data.train)
+    given = config
+    config = validate(fit(given, images, mesh.num_devices))
     steps_per_epoch = loading.steps_per_epoch(
-        data.train, config.batch_size, mesh, micro_batches=config.update_every
+        data.train,
+        config.batch_size,
+        mesh,
+        micro_batches=config.update_every,
+        hint="; the preset finetune chooses one, and starts from --weights",
     )
     total_steps = config.epochs * steps_per_epoch
 
     kind = "synthetic" if config.data == "synthetic" else "images"
     sources = splits.said(*data)
     headline = (
-        f"{config.model} on {config.data}: {images} images of {len(data.train.classes)} classes, "
+        f"{config.model} on {config.data}: {contents(data.train, config)}, "
         f"{config.epochs} epochs of {steps_per_epoch} steps of {config.batch_size}{sources}"
     )
     check_evaluation(data, config, mesh)
@@ -445,11 +646,14 @@ def main(config: Config) -> dict[str, float]:
     )
     if run.finished:
         return run.print_summary()
+    for line in (explain_fit(given, config, images), *data.train.notes):
+        if line:
+            run.message(line)
 
     state = build(config, data, mesh)
     start = run.resume(state.model, state.optimizer, examples=images, keep=config.keep)
     if config.update_every > 1:
-        means = ("loss", "accuracy")
+        means = ("loss", "accuracy") if config.objective == "classes" else ("loss",)
         train_fn = accumulate.AccumulatedStep(forward, update, state, means, mesh)
     else:
         train_fn = accumulate.SeededStep(train_step, mesh)
@@ -514,6 +718,7 @@ def main(config: Config) -> dict[str, float]:
 
 PRESETS = {
     "full": ("the published recipe; needs --data and accelerators", Config()),
+    "finetune": ("trained weights on 100 to 100,000 pictures of your own", FINETUNE),
     "tiny": ("a small network on small synthetic images: half a minute on a CPU", TINY),
 }
 

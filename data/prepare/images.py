@@ -23,7 +23,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from data import splits
-from data.imagenet import ImageFolder, Images, open_imagenet
+from data.imagenet import ImageFolder, Images, ListedImages, open_imagenet
 from data.prepare import pipeline
 from data.prepare.files import read_json, whole, write_json
 from data.prepare.pipeline import Preparation, expect
@@ -134,6 +134,8 @@ def prepare(data: str | Path, out: str | Path = "", workers: int = 1, **flags) -
     train = opened["train"]
     if isinstance(train, Shards):
         raise InputError(f"{data} has shards already: train with it, or copy the folder as it is")
+    if isinstance(train, ListedImages):
+        raise InputError(f"{data} has its labels in a CSV: train with it as it is")
     read_from = splits.read_from(train.source, opened["val"].source, train.left_out)
     print(splits.sentence(read_from), flush=True)
 

@@ -103,6 +103,8 @@ class Job:
             cli.at_least(config, 1, "update_every")
         if self.script is pretrain and config.batch_size is None:
             config = replace(config, batch_size=pretrain.recipe_of(config).batch_size)
+        if self.script is resnet50:
+            config = resnet50.fit(config, steps.FINETUNED_IMAGES, devices)
 
         if not self.batch:
             return config

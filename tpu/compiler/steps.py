@@ -149,9 +149,14 @@ def beam_search(one: Step) -> Step:
 # ---- images --------------------------------------------------------------------------------------
 
 
+IMAGE_CLASSES = 1000  # of ImageNet
+FINETUNED_IMAGES = 100_000  # for which the preset finetune chooses its batch here
+
+
 def images(config: resnet50.Config, mesh: device.Mesh, script: Any = resnet50) -> Step:
-    """Returns ResNet's step on ImageNet's 1,000 classes."""
-    data = resnet50.Data(SimpleNamespace(classes=range(1000)), None)
+    """Returns ResNet's step on ImageNet's 1,000 classes; in multilabel on so many labels."""
+    outputs = 1 if config.objective == "regression" else IMAGE_CLASSES
+    data = resnet50.Data(SimpleNamespace(classes=range(outputs)), None)
     batch = image_batch(config, mesh)
     what = f"{config.model}, {config.image_size} px"
     return step(script, config, data, batch, mesh, what, "images")
@@ -161,10 +166,12 @@ def image_batch(config: resnet50.Config, mesh: device.Mesh) -> dict:
     """Returns a micro-batch of data/imagenet.py."""
     size = config.image_size
     count = config.batch_size // config.update_every
-    shapes = {
-        "image": ((count, size, size, 3), U8),
-        "label": ((count,), I64),
+    labels = {
+        "classes": ((count,), I64),
+        "multilabel": ((count, IMAGE_CLASSES), F32),
+        "regression": ((count,), F32),
     }
+    shapes = {"image": ((count, size, size, 3), U8), "label": labels[config.objective]}
     return staging.inputs(shapes, mesh)
 
 

@@ -132,11 +132,14 @@ def at_least(
     config: Any, low: float, *fields: str, above: bool = False, below: float | None = None
 ) -> None:
     """Raises an InputError that names the first of the config's fields whose value is below `low`
-    (or equal, where it must be `above`), not `below` the other bound, or NaN."""
+    (or equal, where it must be `above`), not `below` the other bound, or NaN. None, a value that a
+    script chooses later, passes."""
     upper_bound = f" and below {below}" if below else ""
     expected = f"{'above' if above else 'at least'} {low}{upper_bound}"
     for field in fields:
         value = getattr(config, field)
+        if value is None:
+            continue
         if not value >= low or (above and value == low) or (below and value >= below):
             raise InputError(f"--{field.replace('_', '-')} is {value}; it must be {expected}")
 

@@ -4,6 +4,7 @@ Exports, weights, and what checkpoints are written with.
 """
 
 import contextlib
+import io
 import json
 import os
 import tempfile
@@ -14,11 +15,13 @@ from typing import BinaryIO
 import fsspec
 import safetensors
 import safetensors.torch
+import torch
 from torch import Tensor
 
 from errors import InputError
 
 CHUNK_BYTES = 16 * 2**20  # of a file that is copied to a store
+PICKLED = (".pth", ".pt")  # endings of what torch.save writes
 
 
 def reason(error: Exception) -> str:
@@ -136,6 +139,38 @@ def load_with_metadata(path: str) -> tuple[dict[str, Tensor], dict[str, str]]:
     header_bytes = int.from_bytes(content[:8], "little")
     header = json.loads(content[8 : 8 + header_bytes])
     return tensors, header.get("__metadata__") or {}
+
+
+def load_model(path: str) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Returns the tensors and the metadata of a model's file at a path or URL.
+
+    It is a safetensors file, or a state dict that torch.save has written (.pth or .pt, as
+    torchvision's), which has no metadata. Of that tensors alone are unpickled.
+
+    Raises:
+        InputError: there is none, or it is another file.
+    """
+    if not path.lower().endswith(PICKLED):
+        return load_with_metadata(path)
+
+    content = io.BytesIO(read_file(path))
+    remedy = "give what torch.save(model.state_dict(), …) writes, or a safetensors file"
+    try:
+        weights = torch.load(content, map_location="cpu", weights_only=True)
+    except Exception as error:  # torch's readers raise many kinds
+        first_line = str(error).partition("\n")[0]
+        raise InputError(f"{path} is no state dict ({first_line}); {remedy}") from error
+
+    is_state_dict = isinstance(weights, dict) and len(weights) > 0
+    for name in weights if is_state_dict else ():
+        if not isinstance(weights[name], Tensor):
+            is_state_dict = False
+    if not is_state_dict:
+        has = f"a {type(weights).__name__}"
+        if isinstance(weights, dict):
+            has = f"a dict of {', '.join(map(str, list(weights)[:5])) or 'nothing'}"
+        raise InputError(f"{path} is no state dict, but {has}; {remedy}")
+    return dict(weights), {}
 
 
 def write_folder(folder: str, write: Callable[[str], None]) -> None:

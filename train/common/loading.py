@@ -30,6 +30,8 @@ from train.common.mesh import Mesh
 
 # Batches uploaded or under way: two are ready for the loop; more would only hold device memory.
 AHEAD = 3
+# Of an epoch with the batch that is suggested for a small data set.
+UPDATES_PER_EPOCH = 20
 
 
 def _is_plan(batch_size: int | BatchPlan) -> bool:
@@ -43,12 +45,14 @@ def steps_per_epoch(
     mesh: Mesh,
     train: bool = True,
     micro_batches: int = 1,
+    hint: str = "",
 ) -> int:
     """Returns the batches in an epoch, in training those that are full.
 
     Args:
         batch_size: examples, or a plan, see `parallel_loader`.
         micro_batches: into which each batch is cut.
+        hint: what else the user can do about a data set that is smaller than a batch.
 
     Raises:
         InputError: the micro-batches or the devices do not divide a batch; the data set is empty,
@@ -69,11 +73,29 @@ def steps_per_epoch(
     if not train:
         return math.ceil(examples / batch_size)
     if examples < batch_size:
-        raise InputError(
-            f"batch_size is {batch_size}, but the data set has {examples} examples; "
-            "use a smaller batch"
-        )
+        divisor = micro_batches * mesh.num_devices
+        raise InputError(_too_few(examples, batch_size, divisor, hint))
     return examples // batch_size
+
+
+def _too_few(examples: int, batch_size: int, divisor: int, hint: str) -> str:
+    """Returns the sentence about a data set that is smaller than a batch, with batches that fit.
+
+    These are the largest, and the largest that makes UPDATES_PER_EPOCH; both are multiples of
+    `divisor`.
+    """
+    sentence = f"batch_size is {batch_size}, but the data set has {examples} examples"
+    largest = examples // divisor * divisor
+    if largest == 0:
+        return f"{sentence}; a batch has at least {divisor}, on these devices: add examples"
+
+    usual = divisor
+    while examples // (2 * usual) >= UPDATES_PER_EPOCH:
+        usual *= 2
+    fits = f"--batch-size {largest} makes one update per epoch"
+    if usual < largest:
+        fits += f", --batch-size {usual} makes {examples // usual}"
+    return f"{sentence}: {fits}{hint}"
 
 
 def _check_divides(name: str, examples: int, micro_batches: int, mesh: Mesh) -> None:

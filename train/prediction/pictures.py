@@ -37,7 +37,6 @@ class Pictures:
     """A network for pictures, and those to predict.
 
     Attributes:
-        answers: what turns logits into answers.
         notes: sentences for the user.
     """
 
@@ -48,8 +47,8 @@ class Pictures:
         self._weights, self._about = files.load_with_metadata(path)
         names = _names(self._about, path)
         self.resize, self.image_size = _sizes(self._about, config.image_size, path)
-        objective = self._about.get("objective", "classes")
-        self.answers = answers.of_objective(objective, names, config.top)
+        self._objective = self._about.get("objective", "classes")
+        self._named = answers.of_objective(self._objective, names, config.top)
         self._network = _network(self._about, self._weights, len(names), path)
 
         self._state = None
@@ -59,6 +58,12 @@ class Pictures:
         self.paths = found.paths
         if found.left_out:
             self.notes.append(f"{found.left_out:,} files of {config.data} are no pictures")
+
+    def answers(self, logits: np.ndarray) -> list[dict]:
+        """Returns the answers of logits [n, outputs]; a regression's are in the labels' unit."""
+        if self._objective == "regression":
+            logits = logits * float(self._about["label_std"]) + float(self._about["label_mean"])
+        return self._named(logits)
 
     def pieces(self, mesh: Mesh) -> Iterator[Piece]:
         """Yields the pictures, a batch each, whose outputs the device computes."""
