@@ -253,6 +253,19 @@ def test_labels_of_pictures_have_a_probability_each(network, folder_of_pictures,
     assert list(found["probabilities"]) == [f"texture {number}" for number in range(12)]
 
 
+def test_a_number_of_pictures_is_in_the_unit_of_the_labels(network, folder_of_pictures, tmp_path):
+    changes = {"objective": "regression", "label_mean": "0.0", "label_std": "1.0"}
+    plain = rewritten(network, tmp_path / "plain", **changes)
+    changes |= {"label_mean": "40.0", "label_std": "5.0"}
+    in_years = rewritten(network, tmp_path / "years", **changes)
+
+    (of_plain,) = answers_of(plain, folder_of_pictures / "a.jpg")
+    (of_years,) = answers_of(in_years, folder_of_pictures / "a.jpg")
+
+    expected = {name: 5 * score + 40 for name, score in of_plain["scores"].items()}
+    assert of_years["scores"] == pytest.approx(expected, rel=1e-5)
+
+
 # ---- sentences and pairs -------------------------------------------------------------------------
 @pytest.fixture(scope="module")
 def classifier(tmp_path_factory) -> Path:

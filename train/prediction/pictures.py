@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -11,14 +11,13 @@ from torch import Tensor
 
 from data import imagenet
 from data import pictures as picture_files
-from data.labelled_files import Scale
 from errors import InputError
 from models.resnet import LAYERS, Normalize, resnet
 from train import resnet50
 from train.common import device, files, loading
 from train.common.mesh import Mesh
 from train.prediction import answers
-from train.prediction.pieces import Answers, Piece, batch_rows
+from train.prediction.pieces import Piece, batch_rows
 
 VMEM_KIB = resnet50.VMEM_KIB
 BATCH = 64  # pictures, without --batch-size
@@ -38,7 +37,6 @@ class Pictures:
     """A network for pictures, and those to predict.
 
     Attributes:
-        answers: what turns logits into answers.
         notes: sentences for the user.
     """
 
@@ -49,7 +47,8 @@ class Pictures:
         self._weights, self._about = files.load_with_metadata(path)
         names = _names(self._about, path)
         self.resize, self.image_size = _sizes(self._about, config.image_size, path)
-        self.answers = _answers(self._about, names, config.top)
+        self._objective = self._about.get("objective", "classes")
+        self._named = answers.of_objective(self._objective, names, config.top)
         self._network = _network(self._about, self._weights, len(names), path)
 
         self._state = None
@@ -59,6 +58,12 @@ class Pictures:
         self.paths = found.paths
         if found.left_out:
             self.notes.append(f"{found.left_out:,} files of {config.data} are no pictures")
+
+    def answers(self, logits: np.ndarray) -> list[dict]:
+        """Returns the answers of logits [n, outputs]; a regression's are in the labels' unit."""
+        if self._objective == "regression":
+            logits = logits * float(self._about["label_std"]) + float(self._about["label_mean"])
+        return self._named(logits)
 
     def pieces(self, mesh: Mesh) -> Iterator[Piece]:
         """Yields the pictures, a batch each, whose outputs the device computes."""
@@ -109,21 +114,6 @@ def predict_step(state: resnet50.State, batch: dict[str, Tensor], mesh: Mesh) ->
         logits = resnet50.compute_logits(state, batch, mesh)
     device.replicate(logits, mesh)
     return logits
-
-
-def _answers(about: dict[str, str], names: Sequence[str], top: int) -> Answers:
-    """Returns what makes answers of logits; those of a regression are in the unit of its labels."""
-    objective = about.get("objective", "classes")  # exports of old versions do not say it
-    answers_of_logits = answers.of_objective(objective, names, top)
-    if objective != "regression":
-        return answers_of_logits
-
-    scale = Scale(mean=float(about["label_mean"]), deviation=float(about["label_std"]))
-
-    def answers_in_unit(logits: np.ndarray) -> list[dict]:
-        return answers_of_logits(scale.to_labels(logits))
-
-    return answers_in_unit
 
 
 def is_export(about: dict[str, str]) -> bool:
