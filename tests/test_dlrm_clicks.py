@@ -10,7 +10,7 @@ import pytest
 import safetensors
 import torch
 from click_tables import FLAGS, draw, write
-from helpers import equal, exported, stop_at, terminate
+from helpers import equal, exported, page_code, stop_at, terminate
 from sklearn.metrics import roc_auc_score
 
 from bench import dlrm_torchrec
@@ -111,3 +111,14 @@ def test_torchrec_scores_raw_rows_by_the_export(trained, config):
 
     assert roc_auc_score(frame["clicked"], logits) == pytest.approx(metrics["auc"], rel=1e-5)
     assert np.ptp(logits) > 1
+
+
+def test_the_page_makes_new_rows_arrays(trained, prepared, capsys):
+    path, _ = trained
+    replaced = {"runs/<name>": str(path), "new.csv": str(prepared.parent / "log.csv")}
+
+    exec(page_code("exports.md", "New rows of your own clicks", **replaced), {})
+
+    printed = capsys.readouterr().out
+    assert printed.startswith("(12000, 2) (12000, ")
+    assert "missing numbers, which become 0 (the mean): price" in printed
