@@ -10,7 +10,7 @@ import pytest
 import safetensors
 import torch
 from click_tables import FLAGS, draw, write
-from helpers import equal, exported, stop_at, terminate
+from helpers import equal, exported, page_code, stop_at, terminate
 from sklearn.metrics import roc_auc_score
 
 from bench import dlrm_torchrec
@@ -60,6 +60,7 @@ def test_own_clicks_are_learnt(trained, config):
     assert metrics["auc"] > perfect_auc(rows) - 0.03
 
 
+@pytest.mark.slow
 def test_weights_that_do_not_move_learn_nothing(config):
     metrics = dlrm.main(replace(config, name="still", lr=0.0, epochs=1))
 
@@ -69,7 +70,7 @@ def test_weights_that_do_not_move_learn_nothing(config):
 def test_a_stopped_run_on_own_clicks_resumes_exactly(trained, config):
     path, metrics = trained
     config = replace(config, name="stopped", save_every=20)
-    stop_at(100, terminate, dlrm.main, config)
+    stop_at(96, terminate, dlrm.main, config)
 
     resumed = dlrm.main(config)
 
@@ -110,3 +111,14 @@ def test_torchrec_scores_raw_rows_by_the_export(trained, config):
 
     assert roc_auc_score(frame["clicked"], logits) == pytest.approx(metrics["auc"], rel=1e-5)
     assert np.ptp(logits) > 1
+
+
+def test_the_page_makes_new_rows_arrays(trained, prepared, capsys):
+    path, _ = trained
+    replaced = {"runs/<name>": str(path), "new.csv": str(prepared.parent / "log.csv")}
+
+    exec(page_code("exports.md", "New rows of your own clicks", **replaced), {})
+
+    printed = capsys.readouterr().out
+    assert printed.startswith("(12000, 2) (12000, ")
+    assert "missing numbers, which become 0 (the mean): price" in printed

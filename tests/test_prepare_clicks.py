@@ -5,6 +5,7 @@ What it shares with other preparations (resume, workers, URLs) is in test_prepar
 """
 
 import datetime
+import re
 from pathlib import Path
 
 import numpy as np
@@ -134,11 +135,19 @@ def test_an_empty_value_is_a_value(tmp_path):
 def test_a_number_that_never_changes_is_said(tmp_path, capsys):
     path = write(tmp_path / "log.csv", {**NAMES, "price": [0.1] * 20})
 
-    pre.main(["--data", str(path), "--label=clicked", "--categorical=user", "--dense=price"])
-
-    assert (
-        "price has no two values in the training rows, and becomes 0\n" in capsys.readouterr().out
+    pre.main(
+        [
+            "--data",
+            str(path),
+            "--label=clicked",
+            "--categorical=user",
+            "--dense=price",
+            "--workers=1",
+        ]
     )
+
+    printed = capsys.readouterr().out
+    assert "price has no two values in the training rows, and becomes 0\n" in printed
     assert not everything(tmp_path / "prepared", "train")["dense"].any()
 
 
@@ -240,6 +249,27 @@ def test_what_was_prepared_before_is_no_data(tmp_path):
     found = pre.find_sources(tmp_path, pre.Flags(str(tmp_path)))
 
     assert [path.name for path in found.paths] == ["log.csv"]
+
+
+# ---- pages -------------------------------------------------------------------------------------
+def page_flags() -> list[str]:
+    """Returns the ARGS of each command of the pages that prepares own clicks."""
+    found = []
+    for page in ("README.md", "docs/data.md"):
+        text = (Path(__file__).parent.parent / page).read_text()
+        found += re.findall(r'make data +DATASET=clicks .*ARGS="(.*?)"', text)
+    return found
+
+
+def test_the_commands_of_the_pages_prepare_such_a_file(tmp_path):
+    path = write(tmp_path / "log.csv", COLUMNS)
+    commands = page_flags()
+    assert len(commands) == 2
+
+    for number, flags in enumerate(commands):
+        out = tmp_path / f"out{number}"
+        pre.main(["--data", str(path), "--out", str(out), "--workers=1", *flags.split()])
+        assert cr.ClickLog(out, "train").features == ("user", "item")
 
 
 # ---- what is refused ---------------------------------------------------------------------------

@@ -15,7 +15,7 @@ import math
 import os
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -70,7 +70,7 @@ class Flags:
 def prepare(data: str | Path, out: str | Path = "", workers: int = 1, **flags) -> dict:
     """Writes a click log as the arrays that ClickLog reads; the arguments are those of Flags.
 
-    There are four passes: parse chunks of rows, each to a file of its own; measure the numbers and
+    There are three passes: parse chunks of rows, each to a file of its own; measure the numbers and
     count the categories of the training rows; write the arrays
     {train,eval}_{dense,sparse,labels,present}.npy. Then come prepared.json and, last of all, the
     empty file COMPLETE.
@@ -194,6 +194,7 @@ def _summary(report: dict) -> None:
         notes.add(report["notes"][split])
         if notes.sentence():
             print(f"{title} rows: {notes.sentence()}")
+    print("to train on it: make train MODEL=dlrm PRESET=clicks DATA=…, with this folder")
 
 
 def _features(report: dict) -> tuple[list, ...]:
@@ -570,16 +571,13 @@ def _measure_all(
     Returns: figures for the report.
     """
     measured = [job.parts / f"number_{number}.json" for number in range(len(names.numbers))]
-    tasks = []
-    for name, path in zip(names.numbers, measured, strict=True):
-        tasks.append((name, name in names.log, chunks, path))
-    job.run(_measure, tasks, "measuring numbers")
-
     vocabularies = [clicks.vocabulary_path(folder, name) for name in names.features]
     tasks = []
+    for name, path in zip(names.numbers, measured, strict=True):
+        tasks.append((_measure, name, chunks, name in names.log, path))
     for name, path in zip(names.features, vocabularies, strict=True):
-        tasks.append((name, chunks, flags.threshold, path))
-    job.run(_count, tasks, "counting categories")
+        tasks.append((_count, name, chunks, flags.threshold, path))
+    job.run(_call, tasks, "measuring columns")
 
     dense = []
     constant = []
@@ -600,7 +598,12 @@ def _measure_all(
     return {"values_seen": seen, "constant": constant}
 
 
-def _measure(name: str, log: bool, chunks: list[Chunk], path: Path) -> None:
+def _call(function: Callable, *arguments) -> None:
+    """Calls one of the two functions below, so that their tasks are one pass."""
+    function(*arguments)
+
+
+def _measure(name: str, chunks: list[Chunk], log: bool, path: Path) -> None:
     """Writes the mean and the deviation of a number in the training rows to a file."""
     count = 0
     mean = 0.0
