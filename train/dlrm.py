@@ -511,7 +511,7 @@ def check_ids_of(log: criteo.ClickLog, export: Export, config: Config) -> None:
         other = clicks.other_maps(clicks.Columns.load(own_maps), clicks.Columns.load(log.columns))
         if other:
             raise InputError(
-                f"{config.data} was prepared by other maps than those of {config.evaluate}: {other}; "
+                f"{config.data} has other maps than {config.evaluate}: {other}; "
                 "give the table itself (CSV or parquet), which the run's own maps encode"
             )
 

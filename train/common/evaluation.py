@@ -60,7 +60,7 @@ def settings_of_run(config: Any, flags: Sequence[str] = (), older: Sequence[str]
     own_values = cli.flat(own)
     values = cli.flat(config)
     changes = {}
-    for name in sorted(cli.given(config)):
+    for name in sorted(cli.given(config) - {"evaluate"}):
         flag = f"--{name.replace('_', '-')}"
         if name not in values:
             raise InputError(f"{flag} is for a training, and --evaluate trains nothing: drop it")
