@@ -51,7 +51,7 @@ def test_a_run_evaluated_again_has_its_own_metrics(name, run_of, capsys):
 @pytest.mark.slow
 @every_script
 def test_one_device_evaluates_what_four_have_trained(name, run_of):
-    path, metrics, config = run_of(name)
+    path, metrics, _ = run_of(name)
     script = TRIALS[name].script
 
     code, output = start(script, replace(script.TINY, evaluate=path, workers=0), devices=1)
