@@ -46,6 +46,7 @@ MAX_HEADER = 1 << 20  # bytes
 
 LABELS = {"0": 0, "0.0": 0, "false": 0, "1": 1, "1.0": 1, "true": 1}
 NO_NUMBER = ("", "na", "n/a", "nan", "null", "none")  # a missing number, in small letters
+ROWS_AT_ONCE = 65_536  # of a file that is read whole
 INTEGER = "^[+-]?[0-9]{1,19}$"
 LARGEST = float(np.finfo(np.float32).max)
 
@@ -784,6 +785,72 @@ def _number_in_row(row: np.ndarray) -> np.ndarray:
     """
     first_of_row = np.searchsorted(row, row, side="left")
     return np.arange(len(row)) - first_of_row
+
+
+def other_maps(own: Columns, other: Columns) -> str:
+    """Returns which column becomes other numbers by `other` than by `own`; "" where none does."""
+    for kind, ours, theirs in (
+        ("dense feature", own.dense, other.dense),
+        ("categorical feature", own.categories, other.categories),
+    ):
+        names = [feature.name for feature in ours]
+        other_names = [feature.name for feature in theirs]
+        if names != other_names:
+            return f"it has the {kind}s {', '.join(other_names)} instead of {', '.join(names)}"
+        for feature, other_feature in zip(ours, theirs, strict=True):
+            if feature != other_feature:
+                what = "mean or deviation" if isinstance(feature, Dense) else "vocabulary"
+                return f"the {kind} {feature.name} has another {what}"
+    return ""
+
+
+class EncodedClicks:
+    """The rows of a CSV or parquet file as a click log, by the maps of a run: see data/criteo.py
+    for the interface.
+
+    All rows are kept in memory as numbers, 4 bytes each.
+
+    Attributes:
+        notes: what became of values that the run has not seen, a sentence.
+    Raises:
+        InputError: the file cannot be read, or lacks a column; a value cannot be used.
+    """
+
+    def __init__(self, path: Path, columns: Columns):
+        names = columns.names
+        self.features = columns.features
+        self.table_rows = columns.table_rows
+        self.lookups = columns.lookups
+        self.num_dense = columns.num_dense
+        self.columns = None
+        self.source = f"all rows of {path.name}"
+        self.left_out: Sequence[str] = ()
+
+        found = Notes()
+        batches = []
+        first = 1
+        for table in read_tables(path, (names.label, *names.inputs), ROWS_AT_ONCE):
+            try:
+                batch = columns.encode(table, found)
+                batch["label"] = labels(table[names.label], names.label).astype(np.float32)
+            except BadRow as error:
+                raise InputError(f"{path} row {first + error.row}: {error.why}") from error
+            batches.append(batch)
+            first += table.num_rows
+        if not batches:
+            raise InputError(f"{path} has no rows; expected some to evaluate on")
+        self._arrays = {}
+        for key in batches[0]:
+            self._arrays[key] = np.concatenate([batch[key] for batch in batches])
+        sentence = found.sentence()
+        self.notes = [sentence] if sentence else []
+
+    def __len__(self) -> int:
+        return len(self._arrays["label"])
+
+    def batch(self, indices: np.ndarray) -> dict[str, np.ndarray]:
+        """Returns the rows of these numbers, see data/criteo.py."""
+        return {key: values[indices] for key, values in self._arrays.items()}
 
 
 # Files of the folder

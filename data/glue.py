@@ -153,16 +153,28 @@ def find_task(name: str) -> Task:
 
 def open_task(data: str | Path, task: str, seed: int = 0) -> sentences.Splits:
     """Returns a task with the examples of its splits; arguments and errors are those of `read`."""
-    chosen = find_task(task)
     train = read(data, task, "train", seed)
-    evaluation = {split: read(data, task, split, seed) for split in chosen.evaluation}
+    return replace(open_evaluation(data, task, seed=seed), train=train)
+
+
+def open_evaluation(
+    data: str | Path, task: str, split: str = "", seed: int = 0
+) -> sentences.Splits:
+    """Returns a task with the examples that are evaluated; arguments and errors as of `read`.
+
+    Args:
+        split: train, valid or test (which is refused); "" is valid.
+    """
+    chosen = find_task(task)
+    names = chosen.evaluation if split in ("", "valid") else (split,)
+    evaluation = {name: read(data, task, name, seed) for name in names}
     labelled = sentences.Task(
         name=task,
         objective="classes" if chosen.labels else "regression",
         labels=chosen.labels,
         score=partial(score_logits, task),
     )
-    return sentences.Splits(labelled, train, evaluation)
+    return sentences.Splits(labelled, None, evaluation)
 
 
 def read(data: str | Path, task: str, split: str, seed: int = 0) -> Examples:

@@ -26,7 +26,10 @@ class HubImages(Images):
 
     def __init__(self, data: str, split: Split, image_size: int, skip_broken: bool = False):
         super().__init__(split, image_size, skip_broken)
-        found = _load_splits(data)
+        self._open(data, _load_splits(data), split)
+
+    def _open(self, data: str, found: dict[str, datasets.Dataset], split: str) -> None:
+        """Takes the rows to train on, or those to evaluate on."""
         train, evaluation = choose_splits(found, data)
         name = train if split == "train" else evaluation
         if train is None or name is None:
@@ -35,15 +38,20 @@ class HubImages(Images):
                 "expected train, and one of val, validation, test"
             )
         unused = [other for other in found if other not in (train, evaluation)]
-        self.source = f"its split {name}"
         self.left_out = [f"its split {other}" for other in unused]
+        classes = _find_columns(found[train], f"{data}, split {train}").classes
+        self._take(data, name, found[name], classes)
 
-        rows = found[name]
+    def _take(
+        self, data: str, name: str, rows: datasets.Dataset, classes: list[str] | None
+    ) -> None:
+        """Takes the rows of a split; `classes` are those of the training images, None its own."""
+        self.source = f"its split {name}"
         self._source = f"{data}, split {name}"
         columns = _find_columns(rows, self._source)
         self._image = columns.image
         self._label = columns.label
-        self.classes = _find_columns(found[train], f"{data}, split {train}").classes
+        self.classes = columns.classes if classes is None else classes
         if isinstance(rows.features[self._label], datasets.ClassLabel):
             check_classes(self._source, columns.classes, self.classes)
         self._check_labels(rows)
@@ -78,6 +86,29 @@ class HubImages(Images):
         if image["bytes"] is None:
             return read_file(image["path"]), label, image["path"]
         return image["bytes"], label, name
+
+
+class EvaluatedHubImages(HubImages):
+    """A split of such a data set, with the classes that it has itself.
+
+    Args:
+        split: train, valid or test; "": valid, or test where there is no other.
+    """
+
+    def __init__(self, data: str, split: str, image_size: int, skip_broken: bool = False):
+        super().__init__(data, split, image_size, skip_broken)
+        self.split = "eval"
+
+    def _open(self, data: str, found: dict[str, datasets.Dataset], split: str) -> None:
+        _, name = choose_splits(found, data)
+        if split:
+            name = splits.named(found, split, data)
+        if name is None:
+            raise InputError(
+                f"{data} has no {split or 'valid'} split, only {', '.join(found)}; "
+                "give the one to evaluate on by --split"
+            )
+        self._take(data, name, found[name], classes=None)
 
 
 def _load_splits(data: str) -> dict[str, datasets.Dataset]:

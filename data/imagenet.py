@@ -16,6 +16,7 @@ import re
 import unicodedata
 import warnings
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
@@ -274,6 +275,30 @@ class Images:
         self.source = ""
         self.left_out = []
         self.notes = []
+        self._numbers: np.ndarray | None = None  # of each own class among others, see `renumber`
+
+    def renumber(self, classes: Sequence[str]) -> None:
+        """Makes the labels of examples numbers of other classes, by their names.
+
+        The Unicode form of a name does not count. Raises InputError for a class of the images that
+        is not among them.
+        """
+        number_of = {}
+        for number, name in enumerate(classes):
+            number_of[unicodedata.normalize("NFC", name)] = number
+        numbers = []
+        unknown = []
+        for name in self.classes:
+            number = number_of.get(unicodedata.normalize("NFC", name))
+            numbers.append(number)
+            if number is None:
+                unknown.append(name)
+        if unknown:
+            raise InputError(
+                f"{self.source} has classes that the run does not have: {targets.listed(unknown)}; "
+                f"it has {targets.listed(classes)}"
+            )
+        self._numbers = np.array(numbers, np.int64)
 
     def example(self, index: int, rng: np.random.Generator) -> dict[str, np.ndarray | np.number]:
         """Returns {"image": uint8 [S, S, 3], "label": int64}; a broken file raises InputError.
@@ -290,6 +315,8 @@ class Images:
             try:
                 encoded, own_label, name = self._read(index)
                 label = as_label(own_label, getattr(self, "classes", ()), name)
+                if self._numbers is not None:
+                    label = self._numbers[label]
                 pixels = decode(encoded)
             except (BrokenImage, DanglingLink) as error:
                 broken = str(error)
@@ -365,14 +392,19 @@ class ImageFolder(Images):
         if os.path.isfile(os.path.join(root, labelled_files.NAME)):
             self.left_out.append(f"{labelled_files.NAME} (--label reads it)")
 
+        files = self._find_files()
+        if evaluation is None:
+            self._hold_out(files)
+
+    def _find_files(self) -> list[list[bytes]]:
+        """Finds the images in the class folders; returns their names, of each class folder."""
         # A million names in one buffer: cheap to send to a worker, and a long one does not widen
         # the others.
         files = [_image_files(os.path.join(self.folder, name)) for name in self._folders]
         sizes = [len(names) for names in files]
         self._names = pa.array(itertools.chain(*files), pa.large_binary())
         self._labels = np.repeat(np.arange(len(files), dtype=np.int32), sizes)
-        if evaluation is None:
-            self._hold_out(files)
+        return files
 
     def _hold_out(self, files: list[list[bytes]]) -> None:
         """Keeps of the images of all classes those of this split: a tenth is evaluated on.
@@ -413,6 +445,21 @@ class ImageFolder(Images):
         return read_file(path), int(self._labels[index]), path
 
 
+class EvaluatedFolder(ImageFolder):
+    """All images in FOLDER/<class>/**/*.jpg, to evaluate on, with the classes that it has itself.
+
+    What of them are images, and their order, says ImageFolder.
+    """
+
+    def __init__(self, folder: str, image_size: int, skip_broken: bool = False):
+        Images.__init__(self, "eval", image_size, skip_broken)
+        self.folder = folder
+        self.classes = _class_folders(folder)
+        self._folders = self.classes
+        self.source = os.path.basename(os.path.abspath(folder)) + "/"
+        self._find_files()
+
+
 class ListedImages(Images):
     """Images that a CSV names, with its labels: see data/labelled_files.py.
 
@@ -434,7 +481,10 @@ class ListedImages(Images):
     ):
         super().__init__(split, image_size, skip_broken)
         columns = columns or labelled_files.Columns()
-        listed = labelled_files.open_split(tables, split, columns)
+        self._take(labelled_files.open_split(tables, split, columns))
+
+    def _take(self, listed: labelled_files.Labelled) -> None:
+        """Takes the images of a split."""
         self.target = listed.target
         self.classes = list(listed.target.names)
         self.labels = listed.labels
@@ -460,6 +510,14 @@ class ListedImages(Images):
         if self.target.objective == "classes":
             return np.int64(-1)
         return np.full_like(self.labels[0], self.UNKNOWN)[()]
+
+
+class EvaluatedList(ListedImages):
+    """Images that a CSV names, to evaluate on: see `labelled_files.open_evaluation`."""
+
+    def __init__(self, listed: labelled_files.Labelled, image_size: int, skip_broken: bool = False):
+        Images.__init__(self, "eval", image_size, skip_broken)
+        self._take(listed)
 
 
 class SyntheticImages(Images):
@@ -556,22 +614,116 @@ def open_imagenet(
     if "://" in data or (path / "shards.json").is_file():
         shards = optional.load("shards", asked=data)
         return shards.Shards(data, split, image_size, skip_broken)
-    if path.is_file():
-        raise InputError(
-            f"{data} is a file; expected a folder with train/ and val/ (unpack an archive first)"
-        )
-
     if path.is_dir():
         if _has_class_folders(path, data) or not _has_tables(path):
             return ImageFolder(path, split, image_size, skip_broken)
         data = str(path)
-    elif not re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", data):
+    else:
+        _check_hub_id(path, data)
+    hub_images = optional.load("hub_images", asked=data)
+    return hub_images.HubImages(data, split, image_size, skip_broken)
+
+
+def _check_hub_id(path: Path, data: str) -> None:
+    """Raises InputError for data that is no folder and cannot be an id on the hub."""
+    if path.is_file():
+        raise InputError(
+            f"{data} is a file; expected a folder with train/ and val/ (unpack an archive first)"
+        )
+    if not re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", data):
         raise InputError(
             f"there is no folder {data}; "
             "expected one with train/ and val/, or an id on the Hugging Face hub"
         )
+
+
+@dataclass(frozen=True)
+class Learned:
+    """What a finished run tells: classes, labels or a number, and the unit of the number."""
+
+    target: targets.Target
+    scale: labelled_files.Scale
+
+
+def open_evaluation(
+    data: str,
+    split: str,
+    is_own: bool,
+    image_size: int,
+    skip_broken: bool,
+    columns: labelled_files.Columns,
+    learned: Learned,
+) -> Images:
+    """Opens the images on which a finished run is evaluated.
+
+    Args:
+        data: as in `open_imagenet`; a folder may also have class folders alone, of no split.
+        split: train, valid or test; "": what a training is evaluated on, or all images of another
+            folder than the run's whose names say no split.
+        is_own: the run was trained on this data.
+        columns: of a CSV, those of the training.
+    Raises:
+        InputError: as `open_imagenet`; no such split; a class that the run does not have.
+    """
+    has_names = learned.target.objective == "classes"
+    listed = bool(labelled_files.find_evaluated(data))
+    if listed and (columns.asked_for or not _has_other_images(Path(data).expanduser(), data)):
+        labelled = labelled_files.open_evaluation(
+            data, split, is_own, columns, learned.target, learned.scale
+        )
+        return EvaluatedList(labelled, image_size, skip_broken)
+    if not has_names:
+        raise InputError(
+            f"the run has learned {learned.target.objective} of a {labelled_files.NAME}, "
+            f"which {data} does not have"
+        )
+
+    images = _open_classes(data, split, is_own, image_size, skip_broken)
+    images.split = "eval"  # the middle of each image, also of those to train on
+    images.renumber(learned.target.names)
+    return images
+
+
+def _open_classes(
+    data: str, split: str, is_own: bool, image_size: int, skip_broken: bool
+) -> Images:
+    """Opens the images of classes of a split, see `open_evaluation`."""
+    path = Path(data).expanduser()
+    is_one_of_training = split in ("", "train", "valid")
+    of_training = "train" if split == "train" else "eval"
+    if is_own and is_one_of_training:
+        return open_imagenet(data, of_training, image_size, skip_broken)
+    if "://" in data or (path / "shards.json").is_file():
+        if not is_one_of_training:
+            raise InputError(f"{data} has shards of the splits train and val; --split is {split}")
+        return open_imagenet(data, of_training, image_size, skip_broken)
+
+    if path.is_dir() and (_has_class_folders(path, data) or not _has_tables(path)):
+        return _open_class_folders(path, split, image_size, skip_broken)
+    if path.is_dir():
+        data = str(path)
+    else:
+        _check_hub_id(path, data)
     hub_images = optional.load("hub_images", asked=data)
-    return hub_images.HubImages(data, split, image_size, skip_broken)
+    return hub_images.EvaluatedHubImages(data, split, image_size, skip_broken)
+
+
+def _open_class_folders(root: Path, split: str, image_size: int, skip_broken: bool) -> ImageFolder:
+    """Opens the class folders of a split; of a folder that says no splits all, or a training's."""
+    found, _ = _listed(root)
+    _, evaluation = choose_splits(found, str(root))
+    name = splits.named(found, split, str(root)) if split else evaluation
+    if name is not None:
+        return EvaluatedFolder(str(root / name), image_size, skip_broken)
+
+    if split == "test" or any(splits.says_split(Path(name)) for name in found):
+        raise InputError(
+            f"{root} has no folder of the split {split or 'valid'}, "
+            f"found {', '.join(found[:10]) or 'nothing'}; give one that it has by --split"
+        )
+    if not split:
+        return EvaluatedFolder(str(root), image_size, skip_broken)
+    return ImageFolder(root, "train" if split == "train" else "eval", image_size, skip_broken)
 
 
 def _has_other_images(path: Path, data: str) -> bool:

@@ -530,6 +530,106 @@ def open_split(tables: Tables, split: str, columns: Columns) -> Labelled:
     )
 
 
+def find_evaluated(data: str) -> dict[str, str]:
+    """Returns the CSVs that data has for an evaluation: path by split, "" of one for all; {} where
+    there is none."""
+    path = Path(data).expanduser()
+    if path.is_file():
+        return {"": str(path)} if path.suffix.lower() == ".csv" else {}
+    if not path.is_dir():
+        return {}
+    if (path / NAME).is_file():
+        return {"": str(path / NAME)}
+
+    own = [folder.parent.name for folder in sorted(path.glob(f"[!.]*/{NAME}"))]
+    found = {}
+    for split in splits.NAMES:
+        folder = splits.named(own, split, data)
+        if folder is not None:
+            found[split] = str(path / folder / NAME)
+    return found
+
+
+def open_evaluation(
+    data: str,
+    split: str,
+    is_own: bool,
+    columns: Columns,
+    target: targets.Target,
+    scale: Scale,
+) -> Labelled:
+    """Opens the pictures of a CSV on which a finished run is evaluated.
+
+    Args:
+        data: has a CSV, see `find_evaluated`.
+        split: train, valid or test; "": all rows of another CSV than the run's that says no splits,
+            else those that a training is evaluated on.
+        is_own: the run was trained on this data.
+        target, scale: what the run has learned.
+    Raises:
+        InputError: as `open_split`; a class that the run does not have; no such split.
+    """
+    tables = find_evaluated(data)
+    if "" in tables:
+        side, notes = _rows_of_table(tables[""], split, is_own, columns, target)
+    else:
+        wanted = split or ("valid" if "valid" in tables else "test")
+        if wanted not in tables:
+            raise InputError(
+                f"{data} has no {NAME} of the split {wanted}; it has {', '.join(tables)}"
+            )
+        table, unnamed = open_table(tables[wanted])
+        side = _side(table, columns, target, _short(tables[wanted]))
+        notes = [f"{unnamed:,} pictures beside it are not in {side.source}"] if unnamed else []
+
+    labels = side.labels
+    if target.objective == "regression":
+        labels = scale.to_units(labels)
+    return Labelled(
+        paths=side.table.pictures,
+        labels=labels,
+        target=target,
+        scale=scale,
+        source=side.source,
+        left_out=[],
+        notes=notes,
+    )
+
+
+def _rows_of_table(
+    path: str, split: str, is_own: bool, columns: Columns, target: targets.Target
+) -> tuple[_Side, list[str]]:
+    """Returns the rows of one CSV that are evaluated, see `open_evaluation`, and notes."""
+    table, unnamed = open_table(path)
+    name = os.path.basename(path)
+    notes = [f"{unnamed:,} pictures that {name} does not name"] if unnamed else []
+    said = _said_splits(table)
+    if None in said and not (split or is_own):
+        return _side(table, columns, target, f"all of {name}"), notes
+
+    present = set(said)
+    wanted = split or ("test" if "test" in present and "valid" not in present else "valid")
+    holds_out = "valid" not in present and ("test" not in present or None in present)
+    if wanted in present and not (wanted == "train" and holds_out):
+        rows = table.select([own == wanted for own in said])
+        return _side(rows, columns, target, f"the split {wanted} of {name}"), notes
+    if wanted == "test" or not holds_out:
+        listed = ", ".join(sorted(own for own in present if own)) or "no splits"
+        raise InputError(f"{path} has no row of the split {wanted}; its rows say {listed}")
+
+    side = _side(table, columns, target, name)
+    keys = [_form(os.path.normpath(file)) for file in table.files]
+    held = targets.held_out(keys, side.labels, target)
+    train, evaluation = _divided(side, held)
+    return (train if wanted == "train" else evaluation), notes
+
+
+def _side(table: Table, columns: Columns, target: targets.Target, source: str) -> _Side:
+    """Returns rows with their labels, by what a run has learned."""
+    names = _label_columns(table, columns)
+    return _Side(table, _encode(table, names, target, columns), source)
+
+
 def _divided(side: _Side, held: np.ndarray) -> tuple[_Side, _Side]:
     """Returns the rows that stay for training, and those that are held out."""
     sources = held_out_sources(side.source, held)

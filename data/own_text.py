@@ -23,7 +23,7 @@ import io
 import json
 import re
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -152,12 +152,18 @@ class Rows:
 
 @dataclass(frozen=True)
 class Found:
-    """What data has: rows to train on and to evaluate on (None: no split is for that), and the
-    names of what is left out."""
+    """What data has.
 
-    train: Rows
-    valid: Rows | None
-    left_out: list[str]
+    Attributes:
+        read: reads the rows of a split, by its name: "train", "valid" or "test". Where no name says
+            a split, all rows are those of "train".
+        left_out: the names of what no training reads.
+        is_one: it is a single file or table, so that no name says a split.
+    """
+
+    read: dict[str, Callable[[], Rows]]
+    left_out: list[str] = field(default_factory=list)
+    is_one: bool = False
 
 
 def open_splits(data: str, columns: Columns) -> sentences.Splits:
@@ -169,36 +175,100 @@ def open_splits(data: str, columns: Columns) -> sentences.Splits:
         InputError: no such data or column; a file that cannot be read, with the line; an empty
             text; labels that `targets` refuses.
     """
-    found = read(data, columns)
-    train = found.train
+    found = find(data, columns)
+    train = found.read["train"]()
     separator = columns.separator
     target = targets.find(train.labels, columns.objective, separator, train.place, columns.label)
     encoded = targets.encode(train.labels, target, separator, train.place)
 
     only_in_training = ()
-    if found.valid is None:
+    if "valid" not in found.read:
         held = targets.held_out(train.keys(), encoded, target)
         only_in_training = targets.only_in_training(held, encoded, target)
-        source = f"{train.source} without a tenth"
-        that_tenth = f"that tenth, {_how_held_out(held, columns)}"
-        evaluated = train.examples(encoded, that_tenth, chosen=held)
+        source, evaluated_source = _sources_held_out(train, held, columns)
+        evaluated = train.examples(encoded, evaluated_source, chosen=held)
     else:
         held = np.zeros(len(encoded), bool)
         source = train.source
-        valid = found.valid
-        valid_labels = targets.encode(valid.labels, target, separator, valid.place)
-        evaluated = valid.examples(valid_labels, valid.source)
+        evaluated = _encoded(found.read["valid"](), target, columns)
 
-    task = sentences.Task(
+    task = _task(data, target, columns, _describe(target, columns, only_in_training))
+    trained = train.examples(encoded, source, chosen=~held, left_out=found.left_out)
+    return sentences.Splits(task, trained, {"validation": evaluated})
+
+
+def open_evaluation(
+    data: str, columns: Columns, names: Sequence[str], split: str = "", is_own: bool = True
+) -> sentences.Splits:
+    """Reads the rows on which a finished run is evaluated.
+
+    Args:
+        names: of the run's classes or labels; in a regression of its column.
+        split: train, valid or test; "": all rows of another file than the run's, else valid.
+            Without a validation split, train and valid are what a training would have.
+        is_own: the run was trained on this data.
+    Returns:
+        The examples, by the name of their split: "all", "train", "valid" or "test".
+    Raises:
+        InputError: as `open_splits`; a class that the run does not have; no such split.
+    """
+    target = targets.Target(columns.objective, tuple(names))
+    task = _task(data, target, columns)
+    found = find(data, columns, to_train=False)
+    if found.is_one and not (split or is_own):
+        rows = found.read["train"]()
+        return sentences.Splits(task, None, {"all": _encoded(rows, target, columns)})
+
+    wanted = split or "valid"
+    has_valid = "valid" in found.read
+    holds_out = "train" in found.read and not has_valid and (split or is_own)
+    if wanted in found.read and not (wanted == "train" and holds_out):
+        rows = found.read[wanted]()
+        return sentences.Splits(task, None, {wanted: _encoded(rows, target, columns)})
+    if wanted == "test" or not holds_out:
+        raise InputError(_no_split(data, found, wanted))
+
+    rows = found.read["train"]()
+    encoded = targets.encode(rows.labels, target, columns.separator, rows.place)
+    held = targets.held_out(rows.keys(), encoded, target)
+    train_source, valid_source = _sources_held_out(rows, held, columns)
+    if wanted == "train":
+        examples = rows.examples(encoded, train_source, chosen=~held)
+    else:
+        examples = rows.examples(encoded, valid_source, chosen=held)
+    return sentences.Splits(task, None, {wanted: examples})
+
+
+def _no_split(data: str, found: Found, split: str) -> str:
+    """Returns the sentence on data without a split."""
+    if found.is_one:
+        return f"{data} is one file, without a {split} split; leave --split {split} out"
+    listed = ", ".join(found.read)
+    return f"{data} has no {split} split, only {listed}; give --split {next(iter(found.read))}"
+
+
+def _encoded(rows: Rows, target: targets.Target, columns: Columns) -> sentences.Examples:
+    """Returns all rows of a split as examples."""
+    labels = targets.encode(rows.labels, target, columns.separator, rows.place)
+    return rows.examples(labels, rows.source)
+
+
+def _task(data: str, target: targets.Target, columns: Columns, found: str = "") -> sentences.Task:
+    """Returns what a user's sentences are labelled with; `found` as in sentences.Task."""
+    return sentences.Task(
         name=name_of(data),
         objective=target.objective,
         labels=target.names,
         score=partial(targets.score, target),
-        found=_describe(target, columns, only_in_training),
+        found=found,
         columns=dataclasses.asdict(columns),
     )
-    trained = train.examples(encoded, source, chosen=~held, left_out=found.left_out)
-    return sentences.Splits(task, trained, {"validation": evaluated})
+
+
+def _sources_held_out(rows: Rows, held: np.ndarray, columns: Columns) -> tuple[str, str]:
+    """Returns what the first line of a run calls the rows to train on, and those held out."""
+    train = f"{rows.source} without a tenth"
+    return train, f"that tenth, {_how_held_out(held, columns)}"
 
 
 def _how_held_out(held: np.ndarray, columns: Columns) -> str:
@@ -231,39 +301,55 @@ def name_of(data: str) -> str:
 # Files, folders and data sets
 
 
-def read(data: str, columns: Columns) -> Found:
-    """Reads all splits of a user's data; see `open_splits` for arguments and errors."""
+def find(data: str, columns: Columns, to_train: bool = True) -> Found:
+    """Finds the splits of a user's data, and reads none; see `open_splits` for arguments and
+    errors.
+
+    Args:
+        to_train: refuses data without rows to train on.
+    """
     endings = [f"*.{kind}" for kind in (*TEXT_KINDS, *TABLE_KINDS)]
     endings += [f"*.{kind}.gz" for kind in TEXT_KINDS]
     saved = [f"*{SAVED}", f"*{SAVED_SPLIT}", "*dataset_info.json"]
     path = Path(local_copy(data, *endings, *saved)).expanduser()
 
     if path.is_file():
-        return Found(Rows([_read_file(path, columns)], path.name), None, [])
+        return Found({"train": partial(_read_one, path, columns)}, is_one=True)
     if not path.is_dir():
-        return _read_hub(data, columns)
+        return _find_hub(data, columns, to_train)
     if (path / SAVED).exists() or (path / SAVED_SPLIT).exists():
         what = f"{path} cannot be read by datasets"
         dataset = sentences.call_datasets(what, "load_from_disk", str(path))
-        return _of_dataset(dataset, data, columns)
-    return _read_folder(path, endings, columns)
+        return _of_dataset(dataset, data, columns, to_train)
+    return _find_folder(path, endings, columns, to_train)
 
 
-def _read_folder(folder: Path, endings: Sequence[str], columns: Columns) -> Found:
-    """Reads the files of a folder and its subfolders."""
+def _read_one(path: Path, columns: Columns) -> Rows:
+    """Reads data that is one file."""
+    return Rows([_read_file(path, columns)], path.name)
+
+
+def _find_folder(folder: Path, endings: Sequence[str], columns: Columns, to_train: bool) -> Found:
+    """Finds the files of a folder and its subfolders."""
     paths = splits.below(folder, *endings)
     if not paths:
         names = sorted(path.name for path in folder.iterdir())
         raise InputError(f"{folder} has {splits.shown(names) or 'nothing'}; {EXPECTED}")
     files = splits.sort_files(paths, folder)
-    if not files.train:
+    if to_train and not files.train:
         names = [path.relative_to(folder) for path in paths]
         raise InputError(f"{folder} has no file to train on, only {splits.shown(names)}")
 
+    of_split = {"train": files.train, "valid": files.valid, "test": []}
+    for path in files.left_out:
+        if splits.split_of_path(path.relative_to(folder)) == "test":
+            of_split["test"].append(path)
+    read = {}
+    for split, paths_of_split in of_split.items():
+        if paths_of_split:
+            read[split] = partial(_read_files, paths_of_split, folder, columns)
     left_out = [str(path.relative_to(folder)) for path in files.left_out]
-    train = _read_files(files.train, folder, columns)
-    valid = _read_files(files.valid, folder, columns) if files.valid else None
-    return Found(train, valid, left_out)
+    return Found(read, left_out)
 
 
 def _read_files(paths: Sequence[Path], folder: Path, columns: Columns) -> Rows:
@@ -281,39 +367,56 @@ def _read_files(paths: Sequence[Path], folder: Path, columns: Columns) -> Rows:
     return Rows([_read_file(path, columns) for path in paths], source)
 
 
-def _read_hub(data: str, columns: Columns) -> Found:
-    """Reads a data set on the hub, whose id is `data`."""
+def _find_hub(data: str, columns: Columns, to_train: bool) -> Found:
+    """Opens a data set on the hub, whose id is `data`."""
     if data.count("/") != 1 or data.startswith((".", "/", "~")):
         raise InputError(f"there is no file or folder {data}; {EXPECTED}")
     what = f"{data} is neither a file, a folder nor a data set of the hub"
-    return _of_dataset(sentences.call_datasets(what, "load_dataset", data), data, columns)
+    dataset = sentences.call_datasets(what, "load_dataset", data)
+    return _of_dataset(dataset, data, columns, to_train)
 
 
 def _of_dataset(
     dataset: "datasets.DatasetDict | datasets.Dataset",  # noqa: F821
     where: str,
     columns: Columns,
+    to_train: bool,
 ) -> Found:
-    """Returns the rows of a data set's splits.
+    """Finds the splits of a data set.
 
     A single split is trained on, whatever its name. `where` names the data, for messages.
     """
-    if not isinstance(dataset, Mapping):
+    is_one = not isinstance(dataset, Mapping)
+    if is_one:
         dataset = {"train": dataset}
-    train = splits.named(dataset, "train", where)
-    if train is None and len(dataset) == 1:
-        (train,) = dataset
-    if train is None:
-        raise InputError(f"{where} has the splits {', '.join(dataset)}; expected train among them")
-    valid = splits.named(dataset, "valid", where)
-
-    rows = {}
-    for name in (train, valid):
+    names = {}
+    for split in ("train", "valid", "test"):
+        name = splits.named(dataset, split, where)
         if name is not None:
-            table = _read_table(dataset[name], f"{where}, split {name}", columns)
-            rows[name] = Rows([table], f"its split {name}")
-    left_out = [f"its split {name}" for name in dataset if name not in rows]
-    return Found(rows[train], rows.get(valid), left_out)
+            names[split] = name
+    if len(dataset) == 1 and (to_train or not names):
+        names = {"train": next(iter(dataset))}
+        is_one = True
+    if not names or (to_train and "train" not in names):
+        raise InputError(f"{where} has the splits {', '.join(dataset)}; expected train among them")
+
+    read = {}
+    for split, name in names.items():
+        read[split] = partial(_read_split, dataset, name, where, columns)
+    used = (names.get("train"), names.get("valid"))
+    left_out = [f"its split {name}" for name in dataset if name not in used]
+    return Found(read, left_out, is_one)
+
+
+def _read_split(
+    dataset: "datasets.DatasetDict",  # noqa: F821
+    name: str,
+    where: str,
+    columns: Columns,
+) -> Rows:
+    """Reads a split of a data set."""
+    table = _read_table(dataset[name], f"{where}, split {name}", columns)
+    return Rows([table], f"its split {name}")
 
 
 def _read_file(path: Path, columns: Columns) -> Table:

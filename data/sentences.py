@@ -86,11 +86,12 @@ class Splits:
     """A task with its examples.
 
     Attributes:
+        train: None where a finished run is evaluated.
         eval: the examples of each split that is evaluated, by its name.
     """
 
     task: Task
-    train: Examples
+    train: Examples | None
     eval: dict[str, Examples]
 
 

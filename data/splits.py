@@ -77,6 +77,17 @@ def split_of(name: str) -> str | None:
     return next(iter(said.values()), None)
 
 
+def wanted(split: str, known: Sequence[str] = tuple(NAMES)) -> str:
+    """Returns the split that a user asks for, one of `known`; "" where none is asked for.
+
+    The words of NAMES mean the same here: dev is valid. Raises InputError for another one.
+    """
+    meant = SPLIT_BY_WORD.get(split.lower(), split)
+    if meant and meant not in known:
+        raise InputError(f"--split is {split}; expected {', '.join(known[:-1])} or {known[-1]}")
+    return meant
+
+
 def is_plain(name: str) -> bool:
     """Returns whether a name, or a part of it between dots, is a split's and nothing else.
 

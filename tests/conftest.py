@@ -36,7 +36,13 @@ pytest.register_assert_rewrite("helpers", "launch_scenarios")
 # the end.
 SCRIPTS = ("transformer", "pretrain", "glue", "resnet50", "dlrm")
 # Files whose tests have the script as their parameter.
-OF_ALL_SCRIPTS = ("test_scripts.py", "test_golden.py", "test_eager.py", "test_older_runs.py")
+OF_ALL_SCRIPTS = (
+    "test_scripts.py",
+    "test_golden.py",
+    "test_eager.py",
+    "test_older_runs.py",
+    "test_evaluation.py",
+)
 
 
 def shares_runs_with(nodeid: str) -> str:

@@ -16,6 +16,7 @@ from sklearn.metrics import roc_auc_score
 from bench import dlrm_torchrec
 from data.clicks import Columns
 from data.prepare.clicks import prepare
+from errors import InputError
 from train import dlrm
 
 DRAWN = draw(12_000)
@@ -122,3 +123,51 @@ def test_the_page_makes_new_rows_arrays(trained, prepared, capsys):
     printed = capsys.readouterr().out
     assert printed.startswith("(12000, 2) (12000, ")
     assert "missing numbers, which become 0 (the mean): price" in printed
+
+
+# ---- a finished run on other clicks --------------------------------------------------------------
+def evaluated(run: Path, **flags) -> dict[str, float]:
+    return dlrm.main(dlrm.Config(evaluate=str(run), **flags))
+
+
+def test_a_log_is_evaluated_by_the_maps_of_the_run(trained, config, tmp_path):
+    """The rows that the run was evaluated on, as a table of their own, have its metrics."""
+    path, metrics = trained
+    rows = len(dlrm.open_data(config).eval)
+    columns = {name: values[-rows:] for name, values in DRAWN.columns.items()}
+
+    assert evaluated(path) == metrics
+    assert evaluated(path, data=str(write(tmp_path / "new.csv.gz", columns))) == metrics
+
+    file = json.loads((path / "evaluations/new.csv.gz-usual.json").read_text())
+    assert file["examples"] == rows
+    assert file["source"] == "all rows of new.csv.gz"
+
+
+def test_the_training_rows_are_evaluated(trained, prepared):
+    path, metrics = trained
+    found = evaluated(path, split="train")
+    assert found["auc"] > metrics["auc"]
+    file = json.loads((path / f"evaluations/{prepared.name}-train.json").read_text())
+    assert file["examples"] > 10_000
+
+
+def test_clicks_of_other_maps_are_refused(trained, tmp_path):
+    path, _ = trained
+    prepare(write(tmp_path / "more/log.csv", draw(3_000, seed=1).columns), **FLAGS)
+    fewer = FLAGS | {"categorical": "user", "out": str(tmp_path / "fewer")}
+    prepare(tmp_path / "more/log.csv", **fewer)
+    table = write(tmp_path / "bad.csv", {**draw(5).columns, "clicked": [0, 1, 0, 1, 2]})
+
+    for data, message in (
+        (tmp_path / "more/prepared", "other maps than .*run: the dense feature price has another"),
+        (
+            tmp_path / "fewer",
+            "has the features user, tags; .*run was trained with user, item, tags",
+        ),
+        (table, "bad.csv row 5: the label clicked is '2'"),
+    ):
+        with pytest.raises(InputError, match=message):
+            evaluated(path, data=str(data))
+    with pytest.raises(InputError, match="--split is test; expected train or valid"):
+        evaluated(path, split="test")

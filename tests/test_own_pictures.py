@@ -7,7 +7,7 @@ import pickle
 import re
 import shutil
 import unicodedata
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
@@ -284,6 +284,7 @@ def test_labels_of_a_csv_are_learned(objective, listed, tmp_path):
     if objective == "regression":
         assert 1000 < float(about["label_mean"]) < 1250
         assert metrics["mse"] < float(about["label_std"]) ** 2 / 4
+    assert resnet50.main(resnet50.Config(evaluate=str(tmp_path / "run"))) == metrics
 
 
 def test_resume_is_exact_with_what_the_preset_chose(listed, torchvision_file, tmp_path, capsys):
@@ -812,3 +813,137 @@ def test_targets_are_what_a_csv_holds(listed):
     assert found.target == targets.Target("multilabel", ("blue", "green", "red"))
     assert found.labels.dtype == np.float32
     assert found.labels.shape == (len(found.paths), 3)
+
+
+# A finished run on other pictures
+
+
+CLASSES = imagenet.Learned(targets.Target("classes", ("blue", "dark", "red")), Scale())
+
+
+def opened_for(
+    data: Path,
+    split: str = "",
+    is_own: bool = False,
+    learned: imagenet.Learned = CLASSES,
+    columns: Columns | None = None,
+) -> imagenet.Images:
+    """Returns the pictures that are evaluated."""
+    return imagenet.open_evaluation(
+        str(data), split, is_own, 32, False, columns or Columns(), learned
+    )
+
+
+def labels_of(images: imagenet.Images) -> dict[str, float]:
+    """Returns the label of each picture, by its name; of a picture that is prepared for it."""
+    rng = np.random.default_rng(0)
+    found = {}
+    for index in range(len(images)):
+        found[Path(images.path(index)).stem] = images.example(index, rng)["label"].tolist()
+        again = images.example(index, np.random.default_rng(1))["image"]
+        assert (images.example(index, rng)["image"] == again).all()  # nothing is random
+    return found
+
+
+def kinds_of(first: int, count: int) -> dict[str, int]:
+    """Returns the numbers of pictures' classes in CLASSES, by their names."""
+    numbers = range(first, first + count)
+    return {f"{n:03d}": {"dark": 1, "red": 2}[make_picture(n).kind] for n in numbers}
+
+
+def test_class_folders_are_evaluated_by_the_names_of_classes(tmp_path):
+    write_classes(tmp_path / "train", 8)
+    write_classes(tmp_path / "val", 8, first=8)
+    write_classes(tmp_path / "test", 8, first=16)
+    write_classes(tmp_path / "new/mine", 8, first=24)
+
+    assert labels_of(opened_for(tmp_path, is_own=True)) == kinds_of(8, 8)
+    assert labels_of(opened_for(tmp_path)) == kinds_of(8, 8)
+    assert labels_of(opened_for(tmp_path, "test", is_own=True)) == kinds_of(16, 8)
+    assert labels_of(opened_for(tmp_path, "train", is_own=True)) == kinds_of(0, 8)
+    assert labels_of(opened_for(tmp_path, "train")) == kinds_of(0, 8)
+    assert labels_of(opened_for(tmp_path / "new/mine")) == kinds_of(24, 8)
+
+
+def test_a_class_that_is_absent_is_fine_and_an_unknown_one_not(tmp_path):
+    write_classes(tmp_path / "test", 8)
+    shutil.rmtree(tmp_path / "test/red")
+    assert set(labels_of(opened_for(tmp_path, "test")).values()) == {1}
+
+    touch(tmp_path / "test/purple", "0.png")
+    with pytest.raises(InputError, match="does not have: purple; it has blue, dark, red"):
+        opened_for(tmp_path, "test")
+
+
+def test_folders_without_the_split_are_refused(tmp_path):
+    write_classes(tmp_path / "train", 8)
+    with pytest.raises(InputError, match="no folder of the split valid, found train; .*--split"):
+        opened_for(tmp_path)
+    with pytest.raises(InputError, match="no folder of the split test"):
+        opened_for(tmp_path, "test", is_own=True)
+    with pytest.raises(InputError, match="has learned multilabel of a labels.csv"):
+        learned = imagenet.Learned(targets.Target("multilabel", ("a",)), Scale())
+        opened_for(tmp_path, learned=learned)
+
+
+def test_the_splits_of_a_csv_are_those_of_a_training(listed):
+    columns = Columns(("weight",), "regression")
+    train, held = open_both(listed, columns)
+    learned = imagenet.Learned(train.target, Scale(mean=1000.0, deviation=10.0))
+
+    def names_of(split: str, is_own: bool) -> list[str]:
+        return names(opened_for(listed, split, is_own, learned, columns))
+
+    again = opened_for(listed, "train", True, learned, columns)
+    weights = train.scale.to_labels(train.labels)
+    np.testing.assert_allclose(learned.scale.to_labels(again.labels), weights, rtol=1e-5)
+    assert names_of("", True) == names(held)
+    assert names_of("valid", False) == names(held)
+    assert names_of("train", True) == names(train)
+    assert sorted(names_of("", False)) == sorted(names(train) + names(held))
+    with pytest.raises(InputError, match="no row of the split test; its rows say no splits"):
+        names_of("test", True)
+
+
+def test_rows_of_a_csv_go_by_their_split(tmp_path):
+    touch(tmp_path, *numbered(6))
+    rows = [[name, "red", split] for name, split in zip(numbered(6), "ttvvee", strict=True)]
+    words = {"t": "train", "v": "val", "e": "test"}
+    rows = [[name, label, words[split]] for name, label, split in rows]
+    write_csv(tmp_path / "labels.csv", ["file", "kind", "split"], rows)
+
+    assert names(opened_for(tmp_path)) == ["2.png", "3.png"]
+    assert names(opened_for(tmp_path, "train")) == ["0.png", "1.png"]
+    assert names(opened_for(tmp_path, "test")) == ["4.png", "5.png"]
+
+
+def test_another_folder_is_evaluated_by_a_finished_run(tmp_path, mesh, capsys):
+    """Each class is told by its colour: wrong are those of which the folder says another."""
+    data = write_classes(tmp_path / "mine/test", 16)
+    network = resnet.resnet("resnet_tiny", 3)
+    images = imagenet.SyntheticImages(1, 32, 3, 0, "train")
+    images.classes = list(CLASSES.target.names)
+    state = resnet50.State(network, None, None)
+    config = replace(resnet50.TINY, **SMALL, batch_size=8, norm_groups=4)
+    run = tmp_path / "run"
+    resnet50.export(f"{run}/export", state, resnet50.Data(images, images), config, mesh)
+    stored = {"config": json.loads(json.dumps(asdict(config)))}
+    (run / "config.json").write_text(json.dumps(stored))
+    (run / "summary.json").write_text("{}")
+    network.eval()
+
+    flags = {"evaluate": str(run), "data": str(data.parent), "split": "test"}
+    found = resnet50.main(resnet50.Config(**flags))
+
+    opened = opened_for(data.parent, "test")
+    rng = np.random.default_rng(0)
+    examples = [opened.example(index, rng) for index in range(16)]
+    pixels = torch.stack([torch.from_numpy(example["image"]) for example in examples])
+    labels = torch.tensor([int(example["label"]) for example in examples])
+    normalize = resnet.Normalize(imagenet.IMAGENET_MEAN, imagenet.IMAGENET_STD)
+    with torch.no_grad():
+        logits = network(normalize(pixels))
+    loss = torch.nn.functional.cross_entropy(logits, labels)
+    assert found["loss"] == pytest.approx(loss.item(), rel=1e-4)
+    assert found["top1"] == pytest.approx((logits.argmax(1) == labels).float().mean().item())
+    assert "test/" in capsys.readouterr().out

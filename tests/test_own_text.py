@@ -433,6 +433,108 @@ def plain(monkeypatch):
     device.choose_backend("xla")
 
 
+# ---- a finished run on other rows ----------------------------------------------------------------
+def evaluated(run: Path, **flags) -> tuple[dict[str, float], dict]:
+    """Evaluates a run: its metrics, and the file that has them."""
+    metrics = glue.main(glue.Config(evaluate=str(run), **flags))
+    newest = max((run / "evaluations").iterdir(), key=lambda path: path.stat().st_mtime_ns)
+    return metrics, json.loads(newest.read_text())
+
+
+def test_a_run_on_its_own_file_has_its_metrics_again(run):
+    path, metrics, _, held = run
+    found, file = evaluated(path)
+    assert found == metrics
+    assert file["examples"] == len(held)
+    assert file["source"].startswith("that tenth, 60 rows, of each stars")
+
+
+def test_another_file_is_evaluated_by_the_runs_classes(run, tmp_path):
+    """The file has two of the three classes; transformers' pipeline is as often right."""
+    path, *_ = run
+    rows = [row for row in reviews(90, seed=1) if row["stars"] != "3"]
+    for row in rows[::4]:
+        row["stars"] = "3"  # wrong
+    for row in rows[1::4]:
+        row["stars"] = "5"
+    other = write_csv(tmp_path / "other.csv", rows)
+
+    found, file = evaluated(path, data=str(other))
+
+    classify = transformers.pipeline("text-classification", model=f"{path}/export", device="cpu")
+    answers = classify([row["review"] for row in rows], batch_size=60)
+    right = [answer["label"] == row["stars"] for answer, row in zip(answers, rows, strict=True)]
+    assert 0.2 < np.mean(right) < 0.9
+    assert found["accuracy"] == pytest.approx(np.mean(right))
+    assert file["examples"] == 60
+    assert file["split"] == "usual"
+
+
+@pytest.mark.parametrize(
+    ("stars", "flags", "message"),
+    [
+        ("4", {}, "line 2 has the class '4', which the training split does not.*1, 3, 5"),
+        ("5", {"split": "test"}, "is one file, without a test split; leave --split test out"),
+        ("5", {"split": "held"}, "--split is held; expected train, valid or test"),
+    ],
+)
+def test_rows_that_a_run_cannot_be_evaluated_on(stars, flags, message, run, tmp_path):
+    path, *_ = run
+    other = write_csv(tmp_path / "other.csv", [{"review": "superb", "stars": stars}])
+    with pytest.raises(InputError, match=message):
+        evaluated(path, data=str(other), **flags)
+
+
+def opened_for(data: Path, split: str = "", is_own: bool = False) -> dict[str, set[str]]:
+    """Returns the texts that are evaluated, by the name of their split."""
+    opened = own_text.open_evaluation(str(data), STARS, ("1", "3", "5"), split, is_own)
+    assert opened.task.labels == ("1", "3", "5")
+    return {name: set(examples.first) for name, examples in opened.eval.items()}
+
+
+def test_the_splits_of_a_file_are_those_of_a_training(tmp_path):
+    path = write_csv(tmp_path / "reviews.csv", reviews(60))
+    trained = own_text.open_splits(str(path), STARS)
+    train = set(trained.train.first)
+    held = set(trained.eval["validation"].first)
+
+    assert opened_for(path) == {"all": train | held}
+    assert opened_for(path, is_own=True) == {"valid": held}
+    for is_own in (False, True):
+        assert opened_for(path, "valid", is_own) == {"valid": held}
+        assert opened_for(path, "train", is_own) == {"train": train}
+
+
+def test_the_splits_of_a_folder_go_by_their_names(tmp_path):
+    rows = reviews(9)
+    texts = [row["review"] for row in rows]
+    for number, name in enumerate(("train", "dev", "test")):
+        write_csv(tmp_path / f"{name}.csv", rows[3 * number : 3 * number + 3])
+
+    assert opened_for(tmp_path) == {"valid": set(texts[3:6])}
+    assert opened_for(tmp_path, "train") == {"train": set(texts[:3])}
+    assert opened_for(tmp_path, "test") == {"test": set(texts[6:])}
+
+    (tmp_path / "train.csv").unlink()
+    (tmp_path / "dev.csv").unlink()
+    assert opened_for(tmp_path, "test") == {"test": set(texts[6:])}
+    with pytest.raises(InputError, match="no valid split, only test; give --split test"):
+        opened_for(tmp_path)
+
+
+def test_the_splits_of_a_data_set_go_by_their_names(tmp_path, cache):
+    rows = reviews(9)
+    saved = {}
+    for number, name in enumerate(("train", "validation", "test")):
+        saved[name] = datasets.Dataset.from_list(rows[3 * number : 3 * number + 3])
+    datasets.DatasetDict(saved).save_to_disk(str(tmp_path / "saved"))
+
+    found = opened_for(tmp_path / "saved", "test")
+
+    assert found == {"test": {row["review"] for row in rows[6:]}}
+    assert opened_for(tmp_path / "saved") == {"valid": {row["review"] for row in rows[3:6]}}
+
+
 class Crash(Exception):
     pass
 

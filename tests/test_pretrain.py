@@ -5,9 +5,11 @@ The rest is in test_scripts.py.
 """
 
 import copy
+import json
 import os
 import shutil
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -27,6 +29,7 @@ from trials import TRIALS
 
 from data import pretraining
 from data.prepare import text as prepare_text
+from errors import InputError
 from models import encoders, objectives
 from train import glue, pretrain
 from train.common import accumulate, loading
@@ -441,6 +444,22 @@ def test_a_prepared_text_is_learned_and_fine_tuned(rows, tmp_path):
             weights[name] = value
     assert len(weights) > 10
     assert equal({name: opened[name] for name in weights}, weights)
+
+    assert pretrain.main(pretrain.Config(evaluate=str(path))) == metrics
+    of_training = pretrain.main(pretrain.Config(evaluate=str(path), split="train"))
+    assert of_training != metrics
+    assert of_training["loss"] < 2.5
+    file = json.loads((path / "evaluations/rows-train.json").read_text())
+    report = json.loads(Path(rows, "report.json").read_text())
+    assert file["examples"] == report["train"]["rows"]
+
+
+def test_rows_of_other_words_are_not_evaluated(trained, rows):
+    path, *_ = trained
+    with pytest.raises(InputError, match="has other tokens than the data in .*rows"):
+        pretrain.main(pretrain.Config(evaluate=path, data=rows))
+    with pytest.raises(InputError, match="--split is test; expected train or valid"):
+        pretrain.main(pretrain.Config(evaluate=path, split="test"))
 
 
 # Teachers, and what is refused

@@ -518,6 +518,58 @@ def test_metrics_of_empty_sentences_are_finite(trained, mesh, empty_sentences):
     assert all(np.isfinite(list(metrics.values())))
 
 
+# A finished run on other sentences
+
+
+@pytest.fixture
+def other(trained, mesh, tmp_path) -> Path:
+    """A folder of data whose training split has other sentences than its validation split."""
+    path, *_ = trained
+    _, codec = translate.load(f"{path}/export", mesh)
+    write_data(tmp_path / "other", [[4, 6, 9 + number] for number in range(6)], codec)
+    ended = [[9, 4 + number, wmt.EOS] for number in range(4)]
+    for language in ("w", "v"):
+        write_sentences(tmp_path / f"other/train.w-v.{language}", ended, 84)
+    return tmp_path / "other"
+
+
+def test_a_split_of_another_folder_is_evaluated(trained, other, mesh):
+    path, _, config = trained
+    flags = {"data": str(other), "split": "train", "beam": 1}
+
+    found = transformer.main(transformer.Config(evaluate=path, **flags))
+
+    model, _ = translate.load(f"{path}/export", mesh)
+    pairs = wmt.open_pairs(other, "train")
+    lines = translate.Translator(model, mesh, replace(config, beam=1))(pairs)
+    bleu = sacrebleu.corpus_bleu(lines, [pairs.references()]).score
+    assert found["train_bleu"] == pytest.approx(bleu)
+    assert set(found) == {"train_bleu", "train_loss", "train_ppl"}
+    file = json.loads(Path(path, "evaluations/other-train.json").read_text())
+    assert file["changed"] == {"beam": 1}
+    assert file["examples"] == 4
+
+
+def test_sentences_of_other_words_or_languages_are_refused(trained, other):
+    path, *_ = trained
+    config = transformer.Config(evaluate=path, data=str(other), split="test")
+    with pytest.raises(InputError, match="has no test split, only train, valid"):
+        transformer.main(config)
+
+    dictionary = other / "dict.v.txt"
+    first, second, *rest = dictionary.read_text().splitlines()
+    dictionary.write_text("\n".join([second, first, *rest]) + "\n")
+    with pytest.raises(InputError, match="a different dictionary: line 1 of"):
+        transformer.main(replace(config, split="train"))
+
+    for file in [*other.glob("train.w-v.v.*"), dictionary]:
+        file.rename(file.with_name(file.name.replace("w-v.v", "w-z.z").replace("dict.v", "dict.z")))
+    for file in other.glob("train.w-v.w.*"):
+        file.rename(file.with_name(file.name.replace("w-v", "w-z")))
+    with pytest.raises(InputError, match="no dict.z.txt in its export.*other languages"):
+        transformer.main(replace(config, split="train"))
+
+
 # Refusals
 
 

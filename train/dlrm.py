@@ -25,17 +25,21 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Literal, NamedTuple
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from data import criteo, splits
+from data import clicks, criteo, splits
+from data.remote import local_copy
 from errors import InputError
 from models.dlrm import DLRM
 from train.common import checkpoint, cli, device, embedding, files, loading, many_steps
+from train.common.embedding import pieces
+from train.common.evaluation import FinishedRun, settings_of_run
 from train.common.mesh import Mesh
 from train.common.run import Run
 
@@ -43,6 +47,8 @@ from train.common.run import Run
 @dataclass(frozen=True)
 class Config:
     data: str = ""  # folder or URL of `make data`, torchrec or MovieLens; or "synthetic"
+    evaluate: str = ""  # a finished run's folder: nothing is trained, its export is evaluated
+    split: str = ""  # of --data, with --evaluate: train or valid; "": the usual one
     hash_rows: int = 0  # rows per table where ids are hashes (torchrec's one-hot); 0: 40,000,000
     bottom: tuple[int, ...] = (512, 256, 64, 16)  # MLP over dense features; last: embedding size
     top: tuple[int, ...] = (512, 256, 1)  # MLP over the interactions; its output is the logit
@@ -116,6 +122,8 @@ SYNTHETIC_EVAL = 8_192
 # under any plan. Configs of old runs recorded dim, which is a property now.
 MAY_CHANGE = ("plan", "model_devices", "exchange_room", "dim", "steps_a_call")
 MAY_CHANGE += ("workers", "log_every", "save_every", "keep", "strict", "safe_forms")
+# Flags that count beside --evaluate: they change no number beyond rounding.
+EVALUATED_WITH = ("plan", "model_devices", "exchange_room")
 # Examples per evaluation step, over all devices: facebookresearch/dlrm's, fewer for a small set.
 EVAL_BATCH = 16_384
 ADAGRAD_EPS = 1e-8  # of MLPerf v2's reference, and of fbgemm
@@ -383,13 +391,155 @@ def export(folder: str, state: State, data: Data, config: Config, checkpoint_fol
         files.copy_folder(data.train.columns, f"{folder}/clicks")
 
 
+class Export(NamedTuple):
+    """What a run has exported, without the tables."""
+
+    folder: str
+    weights: dict[str, Tensor]  # of the network
+    about: dict[str, Any]  # dim, bottom, top, interaction, cross; features, rows, num_dense
+
+
+def read_export(folder: str) -> Export:
+    """Reads an export in a local folder; raises InputError where it is not whole."""
+    weights, metadata = files.load_with_metadata(f"{folder}/model.safetensors")
+    about = {name: json.loads(value) for name, value in metadata.items()}
+    return Export(folder, weights, about)
+
+
+def restore(
+    export: Export,
+    tables: list[embedding.Table],
+    mesh: Mesh,
+    model_devices: int = 0,
+    exchange_room: tuple[float, float] = (1.0, 1.0),
+) -> State:
+    """Returns the network and the tables of an export on the devices, without optimizers.
+
+    Args:
+        tables: of the export's features, in their order.
+        model_devices, exchange_room: see Config.
+    """
+    about = export.about
+    model = DLRM(
+        about["num_dense"],
+        len(tables),
+        about["dim"],
+        about["bottom"],
+        about["top"],
+        about["interaction"],
+        *about["cross"],
+    )
+    model.load_state_dict(export.weights)
+    model = device.to_device(model, mesh).eval()
+
+    embeddings = embedding.ShardedEmbeddingBags(
+        tables,
+        about["dim"],
+        mesh,
+        embedding.SGD(),
+        lr=0.0,
+        seed=0,
+        model_devices=model_devices,
+        room=exchange_room,
+    )
+    shapes = {pieces.STEP: ()}
+    for table in tables:
+        shapes[f"{table.name}/weight/0/0"] = (table.rows, about["dim"])
+    embeddings.load_pieces(shapes, partial(_read_exported, export.folder))
+    return State(model, embeddings, optimizer=None)
+
+
+def _read_exported(folder: str, key: str) -> Tensor:
+    """Returns a table of an export, or the count of updates, by its name in a checkpoint."""
+    if key == pieces.STEP:
+        return torch.zeros(())
+    name = key.partition("/")[0]
+    return files.load_weights(f"{folder}/tables/{name}.safetensors")[TABLE_KEY.format(name)]
+
+
+def open_evaluation(config: Config, export: Export) -> criteo.ClickLog:
+    """Opens the clicks of --split, or a table of own clicks.
+
+    Raises:
+        InputError: they cannot be read; or their ids are not those of the export.
+    """
+    split = splits.wanted(config.split, known=("train", "valid"))
+    of_training = "train" if split == "train" else "eval"
+    if config.data == "synthetic":
+        size = SYNTHETIC_TRAIN if split == "train" else SYNTHETIC_EVAL
+        return _synthetic(config, of_training, size)
+
+    own_maps = Path(export.folder, "clicks")
+    if criteo.TABLE.search(config.data) and own_maps.is_dir():
+        if split:
+            raise InputError(
+                f"{config.data} is one table, all rows of which are evaluated; leave out --split"
+            )
+        path = Path(local_copy(config.data, "*")).expanduser()
+        if not path.is_file():
+            raise InputError(f"there is no file {config.data}; give a CSV or parquet file")
+        return clicks.EncodedClicks(path, clicks.Columns.load(own_maps))
+
+    log = criteo.open_clicks(config.data, of_training, config.hash_rows or None)
+    check_ids_of(log, export, config)
+    return log
+
+
+def check_ids_of(log: criteo.ClickLog, export: Export, config: Config) -> None:
+    """Raises InputError where the ids of clicks mean other values than those of an export."""
+    about = export.about
+    own = ", ".join(about["features"])
+    if list(log.features) != about["features"]:
+        raise InputError(
+            f"{config.data} has the features {', '.join(log.features)}; "
+            f"{config.evaluate} was trained with {own}"
+        )
+    for name, rows, own_rows in zip(log.features, log.table_rows, about["rows"], strict=True):
+        if rows != own_rows:
+            raise InputError(
+                f"{config.data} has {rows:,} ids for {name}; {config.evaluate} was trained with "
+                f"{own_rows:,}, so that they mean other values; give clicks of the same preparation"
+            )
+    if log.num_dense != about["num_dense"]:
+        raise InputError(
+            f"{config.data} has {log.num_dense} dense features; "
+            f"{config.evaluate} was trained with {about['num_dense']}"
+        )
+
+    own_maps = Path(export.folder, "clicks")
+    if log.columns is not None and own_maps.is_dir():
+        other = clicks.other_maps(clicks.Columns.load(own_maps), clicks.Columns.load(log.columns))
+        if other:
+            raise InputError(
+                f"{config.data} has other maps than {config.evaluate}: {other}; "
+                "give the table itself (CSV or parquet), which the run's own maps encode"
+            )
+
+
+def evaluate_run(config: Config, mesh: Mesh) -> dict[str, float]:
+    """Evaluates the run --evaluate by its export; returns the metrics, as `main` does."""
+    run = FinishedRun(config.evaluate)
+    export = read_export(run.export())
+    log = open_evaluation(config, export)
+    check_evaluation(Data(train=log, eval=log), config, mesh)
+    run.announce(mesh, config.data, f"{len(log):,} examples", log)
+
+    tables = table_list(config, log)
+    state = restore(export, tables, mesh, config.model_devices, config.exchange_room)
+    eval_fn = device.compiled(eval_step, mesh)
+    metrics = evaluate(eval_fn, state, log, config, mesh)
+    return run.record(config, mesh, len(log), metrics)
+
+
 def main(config: Config) -> dict[str, float]:
-    """Trains, evaluates and exports; returns the final metrics: auc, loss and ne of the evaluation
-    split."""
-    config = validate(config)
+    """Trains, evaluates and exports, or evaluates a finished run; returns the final metrics: auc,
+    loss and ne of the evaluation split."""
+    config = validate(settings_of_run(config, EVALUATED_WITH, MAY_CHANGE))
     mesh = device.setup(
         config.seed, config.precision, config.strict, config.device, safe_forms=config.safe_forms
     )
+    if config.evaluate:
+        return evaluate_run(config, mesh)
     data = open_data(config)
     steps_per_epoch = loading.steps_per_epoch(data.train, config.batch_size, mesh)
     total_steps = config.epochs * steps_per_epoch

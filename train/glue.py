@@ -43,6 +43,7 @@ from models import (
 from models.encoders.record import FineTuning
 from train.common import accumulate, checkpoint, cli, device, files, loading
 from train.common.batches import Examples
+from train.common.evaluation import FinishedRun, settings_of_run
 from train.common.mesh import WHOLE, Layout, Mesh
 from train.common.run import Run
 
@@ -56,6 +57,8 @@ class Config:
     label: str = ""  # and its column of labels
     objective: Literal[targets.OBJECTIVES] | None = None  # what these are; None: classes
     separator: str = ""  # between the labels of a text, for --objective multilabel
+    evaluate: str = ""  # a finished run's folder: nothing is trained, its export is evaluated
+    split: str = ""  # of --data, with --evaluate: train, valid, test; "": the usual one
     checkpoint: str = ""  # HF hub id or folder; "new": new weights and words; "": the recipe's
     pretrained: bool = True  # False: of --checkpoint only configuration and tokenizer; new weights
     labels: str = ""  # classes in the order of --checkpoint's head: a,b,…; where it names none
@@ -91,6 +94,8 @@ MAY_CHANGE = ("workers", "log_every", "save_every", "strict", "layout", "safe_fo
 # Fields that a resumed run's config.json must have. Before group_by_length existed, runs had
 # another order of examples.
 REQUIRED = ("group_by_length",)
+# Flags that count beside --evaluate: they change no number beyond rounding.
+EVALUATED_WITH = ("batch_size", "update_every")
 ADAM_EPS = 1e-6  # of BERT's and DistilBERT's code, and in RoBERTa's and XLNet's papers
 SYNTHETIC_WORDS = 400  # a trial's largest vocabulary
 SYNTHETIC_INIT = 0.05  # the spread of a trial's new weights
@@ -114,7 +119,7 @@ PACKING_PARTS = 8  # at least, see `build`: so 1, 2, 4 and 8 chips pack the same
 class Data(NamedTuple):
     """What a run reads."""
 
-    train: sentences.Encoded
+    train: sentences.Encoded | None  # None: a finished run is evaluated
     eval: dict[str, sentences.Encoded]  # by split
     model: nn.Module  # on the host
     tokenizer: PreTrainedTokenizerBase
@@ -212,18 +217,14 @@ def check_columns(config: Config) -> None:
 def open_data(config: Config) -> Data:
     """Opens the splits and the model, and encodes the splits with its tokenizer."""
     if config.text:
-        columns = own_text.Columns(config.text, config.label, config.objective, config.separator)
-        opened = own_text.open_splits(config.data, columns)
+        opened = own_text.open_splits(config.data, columns_of(config))
     else:
         opened = glue.open_task(config.data, config.task, config.seed)
     settings, tokenizer, source = _open_encoder(config, opened.train)
     classifier = _open_classifier(config, opened.task, settings, source)
 
-    longest = config.lengths[-1]
-    train = sentences.Encoded(opened.train, tokenizer, longest)
-    evaluated = {}
-    for split, examples in opened.eval.items():
-        evaluated[split] = sentences.Encoded(examples, tokenizer, longest)
+    train = sentences.Encoded(opened.train, tokenizer, config.lengths[-1])
+    evaluated = encode(opened.eval, tokenizer, config)
 
     head_message = classifier.head.message
     # Of a pretrained encoder that never had a head: --lr 0 is allowed, but the user is told.
@@ -232,6 +233,22 @@ def open_data(config: Config) -> Data:
     if config.checkpoint == NEW:
         head_message = _describe_new(config, tokenizer)
     return Data(train, evaluated, classifier.model, tokenizer, head_message, opened.task)
+
+
+def columns_of(config: Config) -> own_text.Columns:
+    """Returns where the user's own data have text and labels."""
+    return own_text.Columns(config.text, config.label, config.objective, config.separator)
+
+
+def encode(
+    examples_of: dict[str, sentences.Examples], tokenizer: PreTrainedTokenizerBase, config: Config
+) -> dict[str, sentences.Encoded]:
+    """Returns the tokens of each split."""
+    longest = config.lengths[-1]
+    encoded = {}
+    for split, examples in examples_of.items():
+        encoded[split] = sentences.Encoded(examples, tokenizer, longest)
+    return encoded
 
 
 def _open_encoder(
@@ -482,6 +499,48 @@ def task_metrics(task: sentences.Task, logits: Tensor, labels: Tensor) -> dict[s
     return metrics
 
 
+def open_evaluation(config: Config, run: FinishedRun) -> Data:
+    """Opens the model of a run's export, and encodes the examples of --split.
+
+    Raises:
+        InputError: the export is not whole; or the examples have a class that it does not have.
+    """
+    compiled = config.device == "xla"
+    exported = encoder_files.open_checkpoint(run.export(), "auto", compiled=compiled)
+    split = splits.wanted(config.split)
+    if config.text:
+        names = [exported.config.id2label[index] for index in range(exported.config.num_labels)]
+        is_own = run.owns(config.data)
+        opened = own_text.open_evaluation(config.data, columns_of(config), names, split, is_own)
+    else:
+        opened = glue.open_evaluation(config.data, config.task, split, config.seed)
+
+    task = opened.task
+    classifier = classification.classifier(
+        exported.config, task.labels, exported.source, objective=task.objective
+    )
+    if classifier.head.is_new:
+        raise InputError(f"{classifier.head.why_new}; give a run whose export is whole")
+    evaluated = encode(opened.eval, exported.tokenizer, config)
+    return Data(None, evaluated, classifier.model, exported.tokenizer, task=task)
+
+
+def evaluate_run(config: Config, mesh: Mesh) -> dict[str, float]:
+    """Evaluates the run --evaluate by its export; returns the metrics, as `main` does."""
+    run = FinishedRun(config.evaluate)
+    data = open_evaluation(config, run)
+    check_evaluation(data, config, mesh)
+    examples = sum(map(len, data.eval.values()))
+    cut = sum(encoded.truncated for encoded in data.eval.values())
+    what = f"{examples:,} examples ({cut:,} cut to {config.lengths[-1]} tokens)"
+    run.announce(mesh, config.data, what, *data.eval.values())
+
+    state = State(on_device(data.model, mesh), optimizer=None)
+    eval_fn = device.compiled(eval_step, mesh, max_graphs=len(config.lengths))
+    metrics = evaluate(eval_fn, state, data, config, mesh)
+    return run.record(config, mesh, examples, metrics)
+
+
 def export(folder: str, state: State, data: Data, mesh: Mesh) -> None:
     """Writes what transformers' `pipeline("text-classification", model=folder)` loads; of the
     user's own data also their columns."""
@@ -510,9 +569,9 @@ def headline(config: Config, data: Data, plan: batching.Plan, total_steps: int) 
 
 
 def main(config: Config) -> dict[str, float]:
-    """Fine-tunes, evaluates and exports; returns the final metrics, those of MNLI's second split as
-    mismatched_…."""
-    config = validate(config)
+    """Fine-tunes, evaluates and exports, or evaluates a finished run; returns the final metrics,
+    those of MNLI's second split as mismatched_…."""
+    config = validate(settings_of_run(config, EVALUATED_WITH, MAY_CHANGE))
     mesh = device.setup(
         config.seed,
         config.precision,
@@ -521,6 +580,8 @@ def main(config: Config) -> dict[str, float]:
         config.layout,
         safe_forms=config.safe_forms,
     )
+    if config.evaluate:
+        return evaluate_run(config, mesh)
     varies = encoders.by_name(config.model).tokenizer in vocabulary.VARYING
     if mesh.process_count > 1 and varies and learns_words(config):
         # Each host would learn another vocabulary.

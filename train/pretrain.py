@@ -34,6 +34,7 @@ from models import architectures, encoder_files, encoder_layers, encoders, layer
 from models.encoders.record import Pretraining
 from train.common import accumulate, checkpoint, cli, device, files, loading
 from train.common.batches import Examples
+from train.common.evaluation import FIELDS, FinishedRun, settings_of_run
 from train.common.mesh import WHOLE, Layout, Mesh
 from train.common.run import Run
 
@@ -43,6 +44,8 @@ class Config:
     model: Literal[encoders.PRETRAINED] = "bert"  # architecture, and with it the objective
     size: Literal[tuple(encoders.SIZES)] = "base"  # of a new model
     data: str = ""  # folder or URL that `make data DATASET=text` made, or "synthetic"
+    evaluate: str = ""  # a finished run's folder: nothing is trained, its export is evaluated
+    split: str = ""  # of --data, with --evaluate: train or valid; "": the usual one
     checkpoint: str = ""  # HF hub id or folder of a model to start from; "": a new one of --size
     teacher: str = ""  # HF hub id or folder of the BERT that a DistilBERT learns from
     predictions: int = 0  # predicted tokens per row, at most; 0: 16 % of the row, XLNet 17 %
@@ -92,6 +95,8 @@ TINY = Config(
 # Fields that a resumed run may change: these do not change the trained weights. keep does not
 # either, but a run with another --keep is another run here.
 MAY_CHANGE = ("workers", "log_every", "save_every", "strict", "layout", "safe_forms")
+# Flags that count beside --evaluate: they change no number beyond rounding.
+EVALUATED_WITH = ("batch_size", "update_every")
 ADAM_EPS = 1e-6  # of BERT's and DistilBERT's code, and in RoBERTa's and XLNet's papers
 SYNTHETIC_LENGTH = 32  # a trial's tokens per row
 SYNTHETIC_INIT = 0.05  # the spread of a trial's new weights
@@ -203,10 +208,16 @@ def _open_model(config: Config, rows: Rows) -> nn.Module:
             settings.initializer_range = SYNTHETIC_INIT
 
     model = objectives.language_model(settings, config.next_sentence, source)
+    check_length(rows, model)
+    return model
+
+
+def check_length(rows: Rows, model: nn.Module) -> None:
+    """Raises InputError where rows are longer than the positions of the model."""
+    length = rows.text.length
     positions = architectures.positions(model)
     if length > positions:
         raise InputError(f"rows have {length} tokens; the model has {positions} positions")
-    return model
 
 
 def collate(limits: architectures.Limits, examples: Examples) -> dict[str, Tensor]:
@@ -226,19 +237,23 @@ def build(config: Config, data: Data, mesh: Mesh) -> State:
     The optimizer's state exists from the start: made in the first step, it would make the second
     step another graph.
     """
-    # For the whole process: how layers are written. Clamped attention weights compile to faster
-    # programs, but some versions of the TPU's compiler crash on them (docs/tpu.md).
-    layers.use_forms(clamp_weights=not mesh.safe_forms)
-    model = encoder_layers.fast_layers(data.model)
-    model = device.to_device(model, mesh, encoders.rules)
+    model = on_device(data.model, mesh)
     optimizer = make_optimizer(config, model)
     device.init_optimizer_state(optimizer, mesh)
 
     teacher = data.teacher
     if teacher is not None:
-        teacher = encoder_layers.fast_layers(teacher)
-        teacher = device.to_device(teacher, mesh, encoders.rules)
+        teacher = on_device(teacher, mesh)
     return State(model, teacher, optimizer)
+
+
+def on_device(model: nn.Module, mesh: Mesh) -> nn.Module:
+    """Moves a model to the device, with the layers that train and evaluate there."""
+    # For the whole process: how layers are written. Clamped attention weights compile to faster
+    # programs, but some versions of the TPU's compiler crash on them (docs/tpu.md).
+    layers.use_forms(clamp_weights=not mesh.safe_forms)
+    model = encoder_layers.fast_layers(model)
+    return device.to_device(model, mesh, encoders.rules)
 
 
 def make_optimizer(config: Config, model: nn.Module) -> torch.optim.Optimizer:
@@ -379,7 +394,7 @@ def with_teacher(config: Config, mesh: Mesh) -> Config:
     """
     fixed_fields = {}
     for field in fields(config):
-        if field.name not in MAY_CHANGE:
+        if field.name not in (*MAY_CHANGE, *FIELDS):
             fixed_fields[field.name] = getattr(config, field.name)
     # The same flags find the same run again.
     fingerprint = zlib.crc32(repr(fixed_fields).encode())
@@ -389,6 +404,36 @@ def with_teacher(config: Config, mesh: Mesh) -> Config:
     device.over_hosts(mesh, 0)  # all hosts wait: the main process has now written the export
     device.graph_report(reset=True)  # the student's report does not count the teacher's graphs
     return replace(config, teacher=f"{config.runs}/{name}/export")
+
+
+def open_evaluation(config: Config, run: FinishedRun) -> Data:
+    """Opens the rows of --split, and the model of a run's export.
+
+    Raises:
+        InputError: the rows have other tokens than the model.
+    """
+    split = splits.wanted(config.split, known=("train", "valid"))
+    rows = _open_rows(config, split or "valid")
+    exported = encoder_files.open_checkpoint(run.export(), "auto")
+    tokenizer = rows.text.tokenizer
+    objectives.same_vocabulary(run.path, exported.tokenizer, tokenizer, config.data)
+    model = objectives.language_model(exported.config, config.next_sentence, exported.source)
+    check_length(rows, model)
+    return Data(rows, rows, model, teacher=None)
+
+
+def evaluate_run(config: Config, mesh: Mesh) -> dict[str, float]:
+    """Evaluates the run --evaluate by its export; returns the metrics, as `main` does."""
+    run = FinishedRun(config.evaluate)
+    data = open_evaluation(config, run)
+    check_evaluation(data, config, mesh)
+    text = data.eval.text
+    run.announce(mesh, config.data, f"{len(text):,} rows of {text.length} tokens", text)
+
+    state = State(on_device(data.model, mesh), teacher=None, optimizer=None)
+    eval_fn = device.compiled(eval_step, mesh)
+    metrics = evaluate(eval_fn, state, data.eval, config, mesh)
+    return run.record(config, mesh, len(text), metrics)
 
 
 def headline(config: Config, data: Data, steps_per_epoch: int) -> str:
@@ -405,8 +450,9 @@ def headline(config: Config, data: Data, steps_per_epoch: int) -> str:
 
 
 def main(config: Config) -> dict[str, float]:
-    """Pretrains and exports; returns the final metrics of the validation rows."""
-    config = validate(config)
+    """Pretrains and exports, or evaluates a finished run; returns the final metrics of the
+    validation rows."""
+    config = validate(settings_of_run(config, EVALUATED_WITH, MAY_CHANGE))
     mesh = device.setup(
         config.seed,
         config.precision,
@@ -416,6 +462,8 @@ def main(config: Config) -> dict[str, float]:
         vmem_kib=encoders.by_name(config.model).vmem_kib,
         safe_forms=config.safe_forms,
     )
+    if config.evaluate:
+        return evaluate_run(config, mesh)
     if encoders.by_name(config.model).teacher and not config.teacher:
         config = with_teacher(config, mesh)
     data = open_data(config)

@@ -39,6 +39,7 @@ from errors import InputError
 from models import heads
 from models.resnet import Normalize, decide_head, load_weights, resnet
 from train.common import accumulate, checkpoint, cli, device, files, loading
+from train.common.evaluation import FinishedRun, settings_of_run
 from train.common.mesh import WHOLE, Layout, Mesh
 from train.common.run import Run
 
@@ -52,6 +53,8 @@ class Config:
     label: tuple[str, ...] = ()  # columns of a labels.csv; none: the one that can be meant
     objective: Literal[targets.OBJECTIVES] = "classes"  # what the labels of a labels.csv are
     separator: str = ""  # between the labels of a text, in multilabel
+    evaluate: str = ""  # a finished run's folder: nothing is trained, its export is evaluated
+    split: str = ""  # of --data, with --evaluate: train, valid, test; "": the usual one
     image_size: int = 224  # pixels, square
     epochs: int | None = 90  # passes over the training data; None: fits their number
     batch_size: int | None = 1024  # examples per update, over all devices; None: fits the data
@@ -106,6 +109,8 @@ FINETUNE = Config(
 
 # Fields that a resumed run may change: these do not change the trained weights.
 MAY_CHANGE = ("workers", "log_every", "save_every", "keep", "strict", "layout", "safe_forms")
+# Flags that count beside --evaluate: they change no number beyond rounding.
+EVALUATED_WITH = ("batch_size", "update_every", "skip_broken")
 # The vector memory of a TPU core that one fusion may use. libtpu's default is less, which costs
 # cycles: docs/tpu/findings.md.
 VMEM_KIB = 40_960
@@ -169,7 +174,7 @@ def validate(config: Config) -> Config:
         raise InputError(
             f"--warmup-epochs is {config.warmup_epochs}; it must be below --epochs, {config.epochs}"
         )
-    if config.batch_size is not None:
+    if config.batch_size is not None and not config.evaluate:
         check_norm_groups(config)
     if config.labels and not config.weights:
         raise InputError(
@@ -593,6 +598,57 @@ def export(folder: str, state: State, data: Data, config: Config, mesh: Mesh) ->
     files.save_weights(f"{folder}/model.safetensors", on_host.state_dict(), metadata)
 
 
+def open_export(config: Config, run: FinishedRun) -> tuple[nn.Module, imagenet.Learned]:
+    """Returns the network of a run's export, on the host, and what it tells."""
+    path = f"{run.export()}/model.safetensors"
+    weights, metadata = files.load_with_metadata(path)
+    names = tuple(json.loads(metadata["classes"]))
+    scale = labelled_files.Scale()
+    if config.objective == "regression":
+        mean = float(metadata["label_mean"])
+        scale = labelled_files.Scale(mean, deviation=float(metadata["label_std"]))
+    model = resnet(config.model, len(names))
+    load_weights(model, weights, path)
+    return model, imagenet.Learned(targets.Target(config.objective, names), scale)
+
+
+def open_evaluation(config: Config, run: FinishedRun, learned: imagenet.Learned) -> imagenet.Images:
+    """Opens the images of --split."""
+    split = splits.wanted(config.split)
+    if config.data == "synthetic":
+        if split not in ("", "valid"):
+            raise InputError(
+                f"--split is {config.split}; of --data synthetic only valid can be evaluated: its "
+                "training images are drawn anew in each step"
+            )
+        return _synthetic(config, "eval", SYNTHETIC_EVAL)
+
+    return imagenet.open_evaluation(
+        config.data,
+        split,
+        run.owns(config.data),
+        config.image_size,
+        config.skip_broken,
+        columns_of(config),
+        learned,
+    )
+
+
+def evaluate_run(config: Config, mesh: Mesh) -> dict[str, float]:
+    """Evaluates the run --evaluate by its export; returns the metrics, as `main` does."""
+    run = FinishedRun(config.evaluate)
+    model, learned = open_export(config, run)
+    images = open_evaluation(config, run, learned)
+    check_evaluation(Data(train=images, eval=images), config, mesh)
+    run.announce(mesh, config.data, f"{len(images):,} images", images)
+
+    normalize = Normalize(imagenet.IMAGENET_MEAN, imagenet.IMAGENET_STD)
+    state = State(device.to_device(model, mesh), device.to_device(normalize, mesh), optimizer=None)
+    eval_fn = device.compiled(eval_step, mesh)
+    metrics = evaluate(eval_fn, state, images, config, mesh)
+    return run.record(config, mesh, len(images), metrics)
+
+
 def contents(images: imagenet.Images, config: Config) -> str:
     """Returns what a run is trained on, for its first line."""
     labels = {
@@ -604,9 +660,9 @@ def contents(images: imagenet.Images, config: Config) -> str:
 
 
 def main(config: Config) -> dict[str, float]:
-    """Trains, evaluates and exports; returns the final metrics of the evaluation split: of classes
-    top1, top5 and loss."""
-    config = validate(config)
+    """Trains, evaluates and exports, or evaluates a finished run; returns the final metrics of the
+    evaluation split: of classes top1, top5 and loss."""
+    config = validate(settings_of_run(config, EVALUATED_WITH, MAY_CHANGE))
     mesh = device.setup(
         config.seed,
         config.precision,
@@ -616,6 +672,8 @@ def main(config: Config) -> dict[str, float]:
         vmem_kib=VMEM_KIB,
         safe_forms=config.safe_forms,
     )
+    if config.evaluate:
+        return evaluate_run(config, mesh)
     data = open_data(config)
     images = len(data.train)
     given = config

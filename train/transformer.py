@@ -42,6 +42,7 @@ from models.transformer import ARCHITECTURES, Transformer, label_smoothed_loss
 from models.transformer import rules as partition_rules
 from train import translate
 from train.common import accumulate, checkpoint, cli, device, files, loading
+from train.common.evaluation import FinishedRun, settings_of_run
 from train.common.mesh import WHOLE, Layout, Mesh
 from train.common.run import Run
 
@@ -50,6 +51,8 @@ from train.common.run import Run
 class Config:
     data: str = ""  # folder or URL that `make data` or fairseq-preprocess made, or "synthetic"
     arch: Literal[tuple(ARCHITECTURES)] = "transformer_wmt_en_de"  # sizes by fairseq's name
+    evaluate: str = ""  # a finished run's folder: nothing is trained, its export is evaluated
+    split: str = ""  # of --data, with --evaluate: train, valid, test; "": the usual one
     share_embeddings: Literal["all", "decoder", "none"] = "all"  # all: one joint dictionary
     dropout: float = 0.1  # of embeddings and of each sub-layer's output
     weights: str = ""  # checkpoint of fairseq or of an export; it must fit arch and dictionaries
@@ -110,6 +113,8 @@ TINY = Config(
 # Fields that a resumed run may change: these do not change the trained weights. save_every and keep
 # do: they choose the checkpoints whose mean is exported.
 MAY_CHANGE = ("workers", "log_every", "strict", "layout", "safe_forms")
+# Flags that count beside --evaluate: memory, and how sentences are translated and scored.
+EVALUATED_WITH = ("batch_tokens", "beam", "length_penalty", "bleu_tokenizer")
 # The vector memory of a TPU core that one fusion may use: v6e's default, set on other TPUs, too,
 # whose default is less (docs/tpu/findings.md).
 VMEM_KIB = 32_768
@@ -171,12 +176,18 @@ def open_data(config: Config) -> Data:
         valid = wmt.SyntheticPairs("valid", seed=config.seed)
         return Data(train, {"valid": valid})
 
+    evaluated = _open_evaluated(config)
+    train = wmt.open_pairs(config.data, "train", config.pieces)
+    return Data(train, evaluated)
+
+
+def _open_evaluated(config: Config) -> dict[str, wmt.TranslationPairs]:
+    """Opens the validation split, and the test split if there is one."""
     evaluated = {}
     for split in ("valid", "test"):
         if split == "valid" or wmt.has_split(config.data, split):
             evaluated[split] = wmt.open_pairs(config.data, split, config.pieces)
-    train = wmt.open_pairs(config.data, "train", config.pieces)
-    return Data(train, evaluated)
+    return evaluated
 
 
 def check_dictionaries(config: Config, data: Data) -> list[str]:
@@ -228,6 +239,15 @@ def build(config: Config, data: Data, mesh: Mesh) -> State:
         InputError: --share-embeddings does not fit the dictionaries; or --weights do not fit the
             model or the dictionaries.
     """
+    model = make_model(config, data, mesh)
+    # XLA has no foreach kernels.
+    optimizer = torch.optim.Adam(model.parameters(), config.lr, foreach=False, **ADAM)
+    device.init_optimizer_state(optimizer, mesh)
+    return State(model, optimizer)
+
+
+def make_model(config: Config, data: Data, mesh: Mesh) -> Transformer:
+    """Makes the model on the device, with --weights if they are given; raises what `build` does."""
     # For the whole process: how layers are written. Clamped attention weights compile to faster
     # programs, but some versions of the TPU's compiler crash on them (docs/tpu.md).
     layers.use_forms(clamp_weights=not mesh.safe_forms)
@@ -255,12 +275,7 @@ def build(config: Config, data: Data, mesh: Mesh) -> State:
                 f"its words are taken to be those of {config.data}, in their order",
                 flush=True,
             )
-
-    model = device.to_device(model, mesh, partition_rules)
-    # XLA has no foreach kernels.
-    optimizer = torch.optim.Adam(model.parameters(), config.lr, foreach=False, **ADAM)
-    device.init_optimizer_state(optimizer, mesh)
-    return State(model, optimizer)
+    return device.to_device(model, mesh, partition_rules)
 
 
 def forward(
@@ -452,6 +467,48 @@ def export(folder: str, state: State, data: Data, config: Config, mesh: Mesh) ->
         files.write_file(f"{folder}/{name}", text)
 
 
+def open_evaluation(config: Config) -> Data:
+    """Opens the pairs of --split, or of those that a training evaluates.
+
+    Args:
+        config: with the run's export as its weights.
+    Raises:
+        InputError: there are none; or they are of other languages or words than the export.
+    """
+    split = splits.wanted(config.split)
+    if config.data == "synthetic":
+        evaluated = {split or "valid": wmt.SyntheticPairs(split or "valid", seed=config.seed)}
+    elif split:
+        evaluated = {split: wmt.open_pairs(config.data, split, config.pieces)}
+    else:
+        evaluated = _open_evaluated(config)
+
+    data = Data(train=next(iter(evaluated.values())), eval=evaluated)
+    not_found = check_dictionaries(config, data)
+    if not_found:
+        raise InputError(
+            f"{config.evaluate} has no {' nor '.join(not_found)} in its export, which "
+            f"{config.data} has: it translates other languages"
+        )
+    return data
+
+
+def evaluate_run(config: Config, mesh: Mesh) -> dict[str, float]:
+    """Evaluates the run --evaluate by its export; returns the metrics, as `main` does."""
+    run = FinishedRun(config.evaluate)
+    config = replace(config, weights=f"{run.path}/export/model.pt")
+    data = open_evaluation(config)
+    check_evaluation(data, config, mesh)
+    examples = sum(map(len, data.eval.values()))
+    run.announce(mesh, config.data, f"{examples:,} pairs", *data.eval.values())
+
+    state = State(make_model(config, data, mesh), optimizer=None)
+    eval_fn = device.compiled(eval_step, mesh, max_graphs=translate.MAX_SHAPES)
+    translator = translate.Translator(state.model, mesh, config)
+    metrics = evaluate(eval_fn, translator, state, data.eval, config, mesh)
+    return run.record(config, mesh, examples, metrics)
+
+
 def headline(
     config: Config,
     data: Data,
@@ -477,9 +534,9 @@ def headline(
 
 
 def main(config: Config) -> dict[str, float]:
-    """Trains, averages the last checkpoints, evaluates, exports; returns bleu, loss and ppl, and
-    test_bleu, …."""
-    config = validate(config)
+    """Trains, averages the last checkpoints, evaluates, exports, or evaluates a finished run;
+    returns bleu, loss and ppl, and test_bleu, …."""
+    config = validate(settings_of_run(config, EVALUATED_WITH, MAY_CHANGE))
     mesh = device.setup(
         config.seed,
         config.precision,
@@ -489,6 +546,8 @@ def main(config: Config) -> dict[str, float]:
         vmem_kib=VMEM_KIB,
         safe_forms=config.safe_forms,
     )
+    if config.evaluate:
+        return evaluate_run(config, mesh)
     data = open_data(config)
     plan = translate.training_plan(data.train, config, mesh.num_devices)
     total_steps = config.updates

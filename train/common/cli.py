@@ -1,9 +1,10 @@
 """The command line of a script: presets and flags from its Config, and one sentence for what the
 user can fix."""
 
+import contextlib
 import difflib
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -26,6 +27,9 @@ REMOVED = {
     ("--plan", "column"): _PLAN_REMOVED,
 }
 
+# The flags of the command line whose `main` runs, as names of fields; None: Python has called it.
+_given: frozenset[str] | None = None
+
 
 def run(main: Callable[[Any], Any], presets: dict[str, tuple[str, Any]]) -> None:
     """Runs `main(config)` for `python -m train.<script> PRESET [--flag value …]`; PRESET --help
@@ -41,13 +45,56 @@ def run(main: Callable[[Any], Any], presets: dict[str, tuple[str, Any]]) -> None
         main, presets = optional.load("watch").watched(main, presets)
     try:
         with interrupt.ended():
-            main(parse(presets, prog))
+            config = parse(presets, prog)
+            with _giving(sys.argv[1:]):
+                main(config)
     except InputError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         sys.exit(2)
     except KeyboardInterrupt:
         print(interrupt.ENDED, file=sys.stderr, flush=True)
         sys.exit(interrupt.CODE)
+
+
+@contextlib.contextmanager
+def _giving(arguments: list[str]) -> Iterator[None]:
+    """Makes the flags of a command line those of `given`."""
+    global _given
+    names = set()
+    for argument in arguments:
+        if argument.startswith("--"):
+            name = argument.removeprefix("--").partition("=")[0].replace("-", "_")
+            names.add(name.removeprefix("no_"))
+    _given = frozenset(names)
+    try:
+        yield
+    finally:
+        _given = None
+
+
+def given(config: Any) -> frozenset[str]:
+    """Returns the names of the fields that the user has given.
+
+    On a command line these are its flags, those of watchers too. Where Python calls the script,
+    they are the fields of its Config that differ from their defaults.
+    """
+    if _given is not None:
+        return _given
+    defaults = flat(type(config)())
+    return frozenset(name for name, value in flat(config).items() if value != defaults[name])
+
+
+def flat(config: Any) -> dict[str, Any]:
+    """Returns the values of a dataclass's fields by name, those of the dataclasses in it among
+    them, as their flags are."""
+    values = {}
+    for field in fields(config):
+        value = getattr(config, field.name)
+        if is_dataclass(value):
+            values |= flat(value)
+        else:
+            values[field.name] = value
+    return values
 
 
 def _module(main: Callable) -> str:

@@ -156,7 +156,7 @@ class RunFolder:
 
         content = {"config": self.config, "starts": []}
         content.update(self.stored or {})
-        content["starts"] = [*content["starts"], _start_record(devices)]
+        content["starts"] = [*content["starts"], start_record(devices)]
         self.write("config.json", to_json(content, indent=2))
         self.upload()
 
@@ -295,8 +295,9 @@ def now() -> str:
     return datetime.datetime.now().astimezone().isoformat(timespec="seconds")
 
 
-def _start_record(devices: dict[str, Any]) -> dict[str, Any]:
-    """Returns what config.json keeps of each start; versions only of what is installed."""
+def start_record(devices: dict[str, Any]) -> dict[str, Any]:
+    """Returns what config.json keeps of each start: time, command, devices, versions (only of what
+    is installed) and the commit."""
     versions = {"python": platform.python_version()}
     for package in PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):

@@ -1,7 +1,6 @@
 """Predicts clicks by an export of train/dlrm.py that was trained on a user's own columns."""
 
 import glob
-import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,10 +14,8 @@ from torch import Tensor
 from data import clicks
 from data.remote import local_copy
 from errors import InputError
-from models.dlrm import DLRM
 from train import dlrm
-from train.common import device, embedding, files
-from train.common.embedding import pieces as table_pieces
+from train.common import device, embedding
 from train.common.mesh import Mesh
 from train.prediction import answers
 from train.prediction.pieces import Piece, batch_rows
@@ -53,12 +50,11 @@ class Clicks:
                 "become; it was not trained on clicks of `make data DATASET=clicks`"
             )
         self.columns = clicks.Columns.load(own)
-        path = os.path.join(folder, "model.safetensors")
-        self._weights, about = files.load_with_metadata(path)
-        self._about = {name: json.loads(value) for name, value in about.items()}
-        if tuple(self._about["features"]) != self.columns.features:
+        self._export = dlrm.read_export(folder)
+        features = self._export.about["features"]
+        if tuple(features) != self.columns.features:
             raise InputError(
-                f"{path} has the features {', '.join(self._about['features'])}, and {own} "
+                f"{folder}/model.safetensors has the features {', '.join(features)}, and {own} "
                 f"{', '.join(self.columns.features)}; give an export as a run has written it"
             )
         self.paths = _paths(config.data)
@@ -78,7 +74,9 @@ class Clicks:
 
     def pieces(self, mesh: Mesh) -> Iterator[Piece]:
         """Yields the rows, a batch each, whose outputs the device computes."""
-        state = dlrm.State(self._network(mesh), self._embeddings(mesh), optimizer=None)
+        # So many slots that any ids find one, where one device has all of a batch.
+        room = (float(mesh.num_devices), 1.0)
+        state = dlrm.restore(self._export, self._tables(), mesh, exchange_room=room)
         step = device.compiled(dlrm.eval_step, mesh)
         rows = batch_rows(self.config.batch_size or BATCH, None, mesh.num_devices)
         first = 1
@@ -119,48 +117,14 @@ class Clicks:
             self._found.add(notes.counts())
             return batch, kept
 
-    def _network(self, mesh: Mesh) -> DLRM:
-        """Returns the network without its tables, on the device."""
-        about = self._about
-        model = DLRM(
-            about["num_dense"],
-            len(about["features"]),
-            about["dim"],
-            about["bottom"],
-            about["top"],
-            about["interaction"],
-            *about["cross"],
-        )
-        model.load_state_dict(self._weights)
-        return device.to_device(model, mesh).eval()
-
-    def _embeddings(self, mesh: Mesh) -> embedding.ShardedEmbeddingBags:
-        """Returns the tables on the devices, sharded as in training."""
+    def _tables(self) -> list[embedding.Table]:
+        """Returns the tables of the export."""
+        about = self._export.about
         tables = []
-        features = zip(
-            self._about["features"], self._about["rows"], self.columns.lookups, strict=True
-        )
+        features = zip(about["features"], about["rows"], self.columns.lookups, strict=True)
         for name, rows, lookups in features:
             tables.append(embedding.Table(name, rows, lookups))
-        # So many slots that any ids find one, where one device has all of a batch.
-        room = (float(mesh.num_devices), 1.0)
-        bags = embedding.ShardedEmbeddingBags(
-            tables, self._about["dim"], mesh, embedding.SGD(), lr=0.0, seed=0, room=room
-        )
-        shapes = {table_pieces.STEP: ()}
-        for table in tables:
-            shapes[f"{table.name}/weight/0/0"] = (table.rows, self._about["dim"])
-        bags.load_pieces(shapes, self._read_table)
-        return bags
-
-    def _read_table(self, key: str) -> Tensor:
-        """Returns a table of the export, or the count of updates, by its name in a checkpoint."""
-        if key == table_pieces.STEP:
-            return torch.zeros(())
-        name = key.partition("/")[0]
-        path = os.path.join(self._folder, "tables", f"{name}.safetensors")
-        weights = files.load_weights(path)
-        return weights[dlrm.TABLE_KEY.format(name)]
+        return tables
 
 
 def _paths(data: str) -> list[Path]:
