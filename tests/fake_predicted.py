@@ -19,12 +19,13 @@ from pathlib import Path
 CLASSES = {"pictures": [f"texture {number}" for number in range(10)]}
 CLASSES["sentences"] = ["negative", "positive"]
 NUMBERS = ("six", "seven", "eight", "nine", "ten")
-MOST_FLAGS = ("precision", "top", "device")
 
-model_dir, data, out, *arguments = sys.argv[1:]
-flags = dict(zip(arguments[1::2], arguments[2::2], strict=True))
-assert arguments[0] == "--report"
-assert set(flags) <= {f"--{name}" for name in MOST_FLAGS}, flags
+model_dir, data, out, report_flag, *arguments = sys.argv[1:]
+assert report_flag == "--report"
+if "--safe-forms" in arguments:
+    arguments.remove("--safe-forms")
+flags = dict(zip(arguments[::2], arguments[1::2], strict=True))
+assert set(flags) <= {"--precision", "--top", "--device"}, flags
 runs = Path(model_dir).parent.parent
 settings = {"kind": "CPU", "devices": 1, "hosts": 1, "fault": ""}
 if (runs / "settings.json").exists():
@@ -33,9 +34,8 @@ if (runs / "settings.json").exists():
 is_plain = flags.get("--device") == "cpu"
 precision = flags["--precision"]
 fault = settings["fault"]
-if is_plain and not fault.endswith("everywhere"):
-    fault = ""
-elif precision == "bfloat16" and fault.endswith("in float32"):
+is_right = is_plain and not fault.endswith("everywhere")
+if is_right or (precision == "bfloat16" and fault.endswith("in float32")):
     fault = ""
 
 

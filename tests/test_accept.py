@@ -1,6 +1,6 @@
 """tpu/accept over a trainer that is none (tests/fake_accepted.py) and a prediction that is none
-(tests/fake_predicted.py), here and through the launcher (tests/launch_bed.py): each fault is found and named, whatever fails the others are tried, and
-nothing is left running.
+(tests/fake_predicted.py), here and through the launcher (tests/launch_bed.py): each fault is found
+and named, whatever fails the others are tried, and nothing is left running.
 
 `make test-all` runs it with a real script, too.
 """
@@ -579,7 +579,7 @@ PREDICTIONS = {
     "predicts elsewhere": "it ran on 1 x CPU, and the trial on 8 x TPU v5 lite",
     "predicts recompiles": "1 recompilations, expected none: eval_step was compiled again",
     "predicts mute": "did not report a result",
-    "predicts no file": "there are no answers: .*glue-predict-device-bfloat16.jsonl was not written",
+    "predicts no file": "there are no answers: .*-device-bfloat16.jsonl was not written",
     "predicts SIGSEGV": "the compiler died of eval_step .*SIGSEGV, exit code 139.*--safe-forms",
     "predicts refused": "exit code 2: error: .* names neither classes nor features",
     "predicts nothing": "printed nothing for 8 s",
@@ -612,11 +612,15 @@ def test_without_its_trial_nothing_is_predicted(here):
     assert found[GLUE]["why"] == "there is no trial of glue that ended, to predict with"
 
 
-def test_flags_that_concern_the_device_are_handed_to_predictions(here, monkeypatch):
+def test_flags_that_concern_the_device_are_handed_to_predictions(here):
     here.environment["CPU_NUM_DEVICES"] = "4"
     words = ["--words", "LIBTPU_VERSION=0.0.51", "--python", "python3.11"]
 
-    plain, device, _ = predict(here, *words)["commands"]
+    check = predict(here, *words, "--train-args=--safe-forms")
+
+    assert check["outcome"] == "ok", check
+    plain, device, _ = check["commands"]
+    assert "--safe-forms" in device
 
     assert plain.startswith("env -u CPU_NUM_DEVICES make predict")
     assert device.startswith("make predict LIBTPU_VERSION=0.0.51")

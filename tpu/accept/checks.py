@@ -239,7 +239,8 @@ def diagnosis(child: Child) -> str:
     if code == KILLED:
         killed = "the process was killed from outside (exit code 137)"
         return f"{killed}: most likely memory; `sudo dmesg | grep -i oom`"
-    said = last_line(child.lines)[:300]
+    without_make = [line for line in child.lines if not re.match(r"make(\[\d+\])?: \*\*\*", line)]
+    said = last_line(without_make)[:300]
     if code == GONE:
         return f"the TPU is gone (exit code 75): recreate it and repeat the command. {said}"
     return f"exit code {code}: {said}"
