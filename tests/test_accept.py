@@ -612,7 +612,7 @@ def test_without_its_trial_nothing_is_predicted(here):
     assert found[GLUE]["why"] == "there is no trial of glue that ended, to predict with"
 
 
-def test_flags_that_concern_the_device_are_handed_to_predictions(here):
+def test_flags_of_the_device_are_handed_to_predictions(here):
     here.environment["CPU_NUM_DEVICES"] = "4"
     words = ["--words", "LIBTPU_VERSION=0.0.51", "--python", "python3.11"]
 
@@ -627,7 +627,7 @@ def test_flags_that_concern_the_device_are_handed_to_predictions(here):
     assert "PYTHON=python3.11" in device
 
 
-def test_predictions_through_the_launcher_say_where_they_can_be_made(pod):
+def test_the_launcher_cannot_predict_and_that_is_said(pod):
     _, found = pod.accept("--only", GLUE)
     assert 'on the TPU VM itself predicts make accept ARGS="--only glue"' in found[GLUE]["why"]
 
