@@ -798,7 +798,8 @@ class Acceptance:
     def check_alike(
         self, check: Check, device: Prediction, plain: Prediction, inputs: Inputs, most: float
     ) -> None:
-        """Checks that no probability is further than `most` from that of plain PyTorch."""
+        """Checks that no probability is further than `most` from that of plain PyTorch, see
+        predictions.distance."""
         precision = device.precision
         check.expected[f"{precision} apart"] = [0.0, most]
         try:

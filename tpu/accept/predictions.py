@@ -17,6 +17,7 @@ from typing import Any
 
 from tpu.accept.children import Child
 
+SMALLEST = 1e-300  # of a probability: below it has no logarithm
 PICTURES = 512
 SIDE = 40  # pixels; the trial's network looks at 32
 SENTENCES = 2048
@@ -85,7 +86,7 @@ class Comparison:
     """How far answers are from those that they are compared with.
 
     Attributes:
-        apart: the largest difference of a probability.
+        apart: the largest `distance` of a probability.
         where: in which answer and class it is, in words.
         same: the share of inputs that have the same label.
     """
@@ -216,7 +217,7 @@ def read_answers(path: Path, inputs: Inputs) -> list[Answer]:
     """Reads the answers of all inputs.
 
     Raises:
-        Wrong: an input has none, or another's; or one is not finite.
+        Wrong: an input has none, or another's; or see `read_answer`; or all are alike.
     """
     try:
         lines = path.read_text().splitlines()
@@ -241,7 +242,7 @@ def read_answer(line: str, name: str) -> Answer:
     """Reads the answer of one input.
 
     Raises:
-        Wrong: it is another's, has no label, or is not finite.
+        Wrong: it is another's, has no label, or has a number that is no probability.
     """
     found = read_json(line)
     if found.get("input") != name:
@@ -252,7 +253,7 @@ def read_answer(line: str, name: str) -> Answer:
     shares = {}
     for one in found.get("top", []):
         share = one["probability"]
-        if not isinstance(share, (int, float)) or not math.isfinite(share):
+        if not isinstance(share, (int, float)) or not 0 <= share <= 1:  # as NaN is not
             raise Wrong(f"has the probability {share} of {one['label']!r}")
         shares[one["label"]] = share
     if "label" not in found or found["label"] not in shares:
@@ -289,12 +290,23 @@ def compare(answers: list[Answer], reference: list[Answer], inputs: Inputs) -> C
             raise Wrong(f"{name!r} has the classes {classes}, and {others} by plain PyTorch")
         same += answer.label == other.label
         for label, share in answer.shares.items():
-            difference = abs(share - other.shares[label])
-            if difference > apart:
-                apart = difference
-                shown = f"the probability {share:.6f}, and {other.shares[label]:.6f}"
+            found = distance(share, other.shares[label])
+            if found > apart:
+                apart = found
+                shown = f"the probability {share:.6g}, and {other.shares[label]:.6g}"
                 where = f"{label!r} of {name!r} has {shown}"
     return Comparison(apart, where, same / len(answers))
+
+
+def distance(share: float, other: float) -> float:
+    """Returns how far the logarithms of two probabilities are apart, by their size:
+    |log a - log b| / (1 + |log b|).
+
+    A network that is sure has probabilities next to 0 and 1, which hide what became of its logits.
+    """
+    log = math.log(max(share, SMALLEST))
+    log_of_other = math.log(max(other, SMALLEST))
+    return abs(log - log_of_other) / (1 + abs(log_of_other))
 
 
 def share_right(answers: list[Answer], inputs: Inputs, least: float) -> float:
