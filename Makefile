@@ -263,7 +263,7 @@ check-predict: check-device
 # What is not a prediction goes to the standard error.
 predict: check-predict
 	@$(MAKE) --no-print-directory install >&2
-	@$(PY) -m train.predict new --model-dir "$$MODEL_DIR" $(if $(DATA),--data "$$DATA") $(if $(OUT),--out "$$OUT") \
+	@$(RECORDED)$(PY) -m train.predict new --model-dir "$$MODEL_DIR" $(if $(DATA),--data "$$DATA") $(if $(OUT),--out "$$OUT") \
 		$(if $(TASK),--task "$$TASK") $(if $(DEVICE),--device "$$DEVICE") $(ARGS)
 
 # The TPU's compiler, a folder per version, apart from the environment: training does not need it, and on a TPU VM

@@ -1,12 +1,13 @@
-"""tpu/accept over a trainer that is none (tests/fake_accepted.py), here and through the launcher
-(tests/launch_bed.py): each fault is found and named, whatever fails the others are tried, and
-nothing is left running.
+"""tpu/accept over a trainer that is none (tests/fake_accepted.py) and a prediction that is none
+(tests/fake_predicted.py), here and through the launcher (tests/launch_bed.py): each fault is found
+and named, whatever fails the others are tried, and nothing is left running.
 
 `make test-all` runs it with a real script, too.
 """
 
 import ast
 import json
+import math
 import os
 import re
 import shlex
@@ -21,13 +22,16 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import fsspec
+import numpy as np
+import PIL.Image
 import pytest
 from launch_bed import PYTHON, ROOT, TESTS, Processes, git, processes, send, wait, write_programs
 from trials import TRIALS
 
+from data import glue
 from errors import InputError
 from tpu.accept import __main__ as command_line
-from tpu.accept import checks, expected, page
+from tpu.accept import checks, expected, page, predictions
 from tpu.accept.children import Child, Limits, read_report
 from tpu.compiler import libtpu
 from train.common import cli
@@ -38,6 +42,9 @@ RECORDED := $(if $(XLA_ZOO_EXIT_CODE),sh exit_code.sh )
 
 train:
 	@$(RECORDED)python3 -I -S train.py "$(MODEL)" "$(TASK)" "$(NAME)" $(ARGS)
+
+predict:
+	@$(RECORDED)python3 -I -S predict.py "$(MODEL_DIR)" "$(DATA)" "$(OUT)" $(ARGS)
 
 compile:
 	@$(RECORDED)python3 -I -S compile.py "$(OUT)" "$(TOPOLOGY)" "$(BATCH)" "$(LIBTPU_VERSION)"
@@ -88,6 +95,7 @@ class Project:
             "Makefile": MAKEFILE,
             "compile.py": COMPILE,
             "train.py": (TESTS / "fake_accepted.py").read_text(),
+            "predict.py": (TESTS / "fake_predicted.py").read_text(),
             "exit_code.sh": (ROOT / "tpu/exit_code.sh").read_text(),
             ".gitignore": GITIGNORE,
         }
@@ -198,13 +206,14 @@ def test_all_that_is_promised_is_tried(whole):
     assert whole.code == 0, whole.project.output()
     outcomes = {name: check["outcome"] for name, check in whole.checks.items()}
     for name, outcome in outcomes.items():
-        if name not in ("checkpoint of all hosts", "step time and memory", "predict"):
-            assert outcome == "ok", outcomes
+        if name not in ("checkpoint of all hosts", "step time and memory", "dlrm: predict"):
+            assert outcome == "ok", (outcomes, whole.checks[name])
 
     assert whole.checks["checkpoint of all hosts"]["why"] == "there is one host"
     assert whole.checks["step time and memory"]["why"] == "no estimate for a CPU"
-    assert outcomes["predict"] == "not there"
-    assert whole.checks["predict"]["why"] == "there is no make predict"
+    assert "without columns" in whole.checks["dlrm: predict"]["why"]
+    for name in ("transformer: predict", "pretrain: predict"):
+        assert name not in outcomes
     assert "python: " not in whole.project.output()
     assert whole.project.found()["versions"]["libtpu"] == "0.0.21"
     assert not whole.project.still_running()
@@ -261,18 +270,11 @@ def test_the_page_says_what_was_measured(whole):
 
 
 def test_only_what_was_asked_for_is_tried(here):
-    code, found = here.accept("--only", "dlrm", "predict")
+    code, found = here.accept("--only", "dlrm", "step")
 
     assert code == 0
-    assert list(found) == ["dlrm: trial", "dlrm: kill and resume", "predict"]
-
-
-def test_a_make_predict_that_it_does_not_know_is_named(here):
-    (here.folder / "Makefile").write_text(MAKEFILE + "\npredict: install\n")
-
-    _, found = here.accept("--only", "predict")
-
-    assert "does not call it yet" in found["predict"]["why"]
+    names = ["dlrm: trial", "dlrm: kill and resume", "dlrm: predict", "step time and memory"]
+    assert list(found) == names
 
 
 # ---- faults --------------------------------------------------------------------------------------
@@ -369,7 +371,7 @@ def test_a_fault_is_found_and_named_and_the_rest_is_tried(fault, here):
     if fault.name == "deaf":
         limits += ["--ending", "2"]
 
-    code, found = here.accept("--only", "dlrm", "stop", "predict", *limits)
+    code, found = here.accept("--only", "dlrm", "stop", "step", *limits)
 
     check = found[fault.check]
     assert code == 1
@@ -382,7 +384,7 @@ def test_a_fault_is_found_and_named_and_the_rest_is_tried(fault, here):
 
     failed = [name for name, other in found.items() if other["outcome"] == "failed"]
     assert failed == [fault.check]
-    assert found["predict"]["outcome"] == "not there"
+    assert found[SPEED]["outcome"] == "not run"
     text = here.page()
     for words in (f"## {fault.check} failed", check["commands"][0], check["last_lines"][-1]):
         assert words in text
@@ -404,13 +406,13 @@ def test_a_full_disk_of_this_machine_fails_the_check_alone(here):
     """The folder of the logs is not there any more."""
     here.set(fault="no start", run="-dlrm")
 
-    client = here.start("--only", "dlrm: trial", "predict", "--limit", "3")
+    client = here.start("--only", "dlrm: trial", "step", "--limit", "3")
     wait(lambda: (here.folder / "accept-one").exists())
     (here.folder / "accept-one.json.new").mkdir()  # no file can be written
 
     assert client.wait(60) == 1
     assert "warning: cannot write" in here.output()
-    assert "predict …" in here.output()
+    assert f"{SPEED} …" in here.output()
 
 
 REFUSED = [
@@ -525,12 +527,156 @@ def test_a_compiler_that_dies_on_this_machine_is_named(here):
     assert "the compiler died on this machine: error: libtpu 0.0.21" in check["why"]
 
 
+# ---- predictions ---------------------------------------------------------------------------------
+GLUE = "glue: predict"
+
+
+@pytest.mark.parametrize("script", ["resnet50", "glue"])
+def test_predictions_stand_beside_those_of_plain_pytorch(script, whole):
+    check = whole.checks[f"{script}: predict"]
+
+    assert check["exit_codes"] == [0, 0, 0]
+    metrics = check["metrics"]
+    assert 0 < metrics["float32 apart"] < 1e-5
+    assert metrics["float32 apart"] < metrics["bfloat16 apart"] < expected.APART["bfloat16"]
+    assert metrics["float32 same label"] == 1
+    plain, *on_device = check["commands"]
+    assert "--device cpu" in plain
+    assert "--precision float32" in plain
+    assert [words for words in on_device if "--device" in words] == []
+    for words in (f"MODEL_DIR={whole.project.runs}/", f"-{script}/export", "ARGS=--report"):
+        assert words in plain
+
+
+def test_the_page_says_how_predictions_compare(whole):
+    text = whole.project.page()
+    for words in ("pictures/s 896", "sentences/s 3968", "bfloat16 apart 0.0", "right 0.9"):
+        assert words in text
+    assert "896 by plain PyTorch on the CPU" in text
+    table = page.table([whole.project.folder / "accept-one.json"])
+    assert "| predict: ResNet-50 | 1 x CPU, 1 host |" in table
+
+
+def predict(here: Project, *arguments: str, **settings: object) -> dict:
+    """Returns the check of GLUE's predictions after its trial on a TPU of 8 chips."""
+    here.set(**{**TPU, **settings})
+    _, found = here.accept("--only", "glue: trial", GLUE, *QUICK, *arguments)
+    assert found["glue: trial"]["outcome"] == "ok", found["glue: trial"]
+    assert not here.still_running()
+    return found[GLUE]
+
+
+PREDICTIONS = {
+    "predicts apart in float32": r"in float32 '(posi|nega)tive' of '.*' has the probability 0.*"
+    "at most 0.0001 apart",
+    "predicts far apart": "in bfloat16 .* at most 0.1 apart",
+    "predicts nan": "line 8 of .* has the probability nan",
+    "predicts in another order": "line 8 of .* is the answer for '.*', expected '",
+    "predicts fewer": "has 2045 answers, expected 2048",
+    "predicts other names": "has the classes .*LABEL_1.*, and negative, positive by plain PyTorch",
+    "predicts an error": "line 8 of .* is an error: it is broken",
+    "predicts alike": "all 2048 answers are 'positive'",
+    "predicts swapped everywhere": "3.* % of the labels are right, expected 90 % or more",
+    "predicts elsewhere": "it ran on 1 x CPU, and the trial on 8 x TPU v5 lite",
+    "predicts recompiles": "1 recompilations, expected none: eval_step was compiled again",
+    "predicts mute": "did not report a result",
+    "predicts no file": "there are no answers: .*-device-bfloat16.jsonl was not written",
+    "predicts SIGSEGV": "the compiler died of eval_step .*SIGSEGV, exit code 139.*--safe-forms",
+    "predicts refused": "exit code 2: error: .* names neither classes nor features",
+    "predicts nothing": "printed nothing for 8 s",
+}
+OFTEN = ("predicts far apart", "predicts swapped everywhere", "predicts refused")
+
+
+def with_slow_ones(patterns: dict[str, str]) -> list:
+    """Returns the faults of predictions as parameters of a test; most are slow ones."""
+    parameters = []
+    for fault, pattern in patterns.items():
+        marks = () if fault in OFTEN else pytest.mark.slow
+        parameters.append(pytest.param(fault, pattern, marks=marks, id=fault))
+    return parameters
+
+
+@pytest.mark.parametrize(("fault", "pattern"), with_slow_ones(PREDICTIONS))
+def test_a_wrong_prediction_is_found_and_named(fault, pattern, here):
+    check = predict(here, fault=fault)
+
+    assert check["outcome"] == "failed", check
+    assert re.search(pattern, check["why"]), check["why"]
+    assert check["last_lines"]
+    assert check["why"] in here.page()
+
+
+def test_without_its_trial_nothing_is_predicted(here):
+    code, found = here.accept("--only", GLUE)
+    assert code == 0
+    assert found[GLUE]["why"] == "there is no trial of glue that ended, to predict with"
+
+
+def test_flags_of_the_device_are_handed_to_predictions(here):
+    here.environment["CPU_NUM_DEVICES"] = "4"
+    words = ["--words", "LIBTPU_VERSION=0.0.51", "--python", "python3.11"]
+
+    check = predict(here, *words, "--train-args=--safe-forms")
+
+    assert check["outcome"] == "ok", check
+    plain, device, _ = check["commands"]
+    assert "--safe-forms" in device
+
+    assert plain.startswith("env -u CPU_NUM_DEVICES make predict")
+    assert device.startswith("make predict LIBTPU_VERSION=0.0.51")
+    assert "PYTHON=python3.11" in device
+
+
+def test_the_launcher_cannot_predict_and_that_is_said(pod):
+    _, found = pod.accept("--only", GLUE)
+    assert 'on the TPU VM itself predicts make accept ARGS="--only glue"' in found[GLUE]["why"]
+
+
+def test_pictures_are_files_that_pillow_reads(tmp_path):
+    inputs = predictions.write_inputs("pictures", tmp_path)
+
+    opened = [PIL.Image.open(name) for name in inputs.names]
+
+    assert {(image.mode, image.size) for image in opened} == {("RGB", (40, 40))}
+    contents = {image.tobytes() for image in opened}
+    assert len(contents) == predictions.PICTURES
+    deviations = [np.asarray(image).std(axis=(0, 1)).min() for image in opened]
+    assert min(deviations) > 5, "a wave in each colour"
+
+
+def test_what_a_sure_network_hides_is_found():
+    """Logits of 8 and 9 of 2 classes: their probabilities are 0.0002 apart."""
+    sure = [1 / (1 + math.exp(logit)) for logit in (8, 9)]
+    assert abs(sure[0] - sure[1]) < 0.0003
+    assert predictions.distance(sure[0], sure[1]) == pytest.approx(1 / 10, rel=0.01)
+    assert predictions.distance(0.0, 0.0) == 0
+
+
+def test_sentences_are_like_those_of_the_trial(tmp_path):
+    inputs = predictions.write_inputs("sentences", tmp_path)
+    real = glue.read("synthetic", "sst2", "train")
+    known = {word.strip(".,") for sentence in real.first for word in sentence.split()}
+    words_of = {}
+    for label in (0, 1):
+        own = [text for text, other in zip(real.first, real.labels, strict=True) if other == label]
+        words_of[label] = {word.strip(".,") for text in own for word in text.split()}
+
+    names = glue.find_task("sst2").labels
+    for name, label in zip(inputs.names, inputs.right, strict=True):
+        words = set(name.removesuffix(".").split())
+        assert words <= known
+        (number,) = words & set(predictions.NUMBERS)
+        assert number in words_of[names.index(label)]
+        assert number not in words_of[1 - names.index(label)]
+
+
 # ---- signals -------------------------------------------------------------------------------------
 def test_ctrl_c_leaves_nothing_running_and_writes_the_files(here):
     here.set(fault="deaf", run="stopped")  # a trainer that SIGTERM does not end, either
     mark = f"{MARK}={here.folder}\0"
 
-    client = here.start("--only", "dlrm: trial", "stop", "predict", "--ending", "1")
+    client = here.start("--only", "dlrm: trial", "stop", "step", "--ending", "1")
     wait(lambda: "stop and saved" in here.output() and processes(mark, "-stopped"))
     client.send_signal(signal.SIGINT)
     client.send_signal(signal.SIGINT)  # an impatient second one does not interrupt the ending
@@ -540,7 +686,7 @@ def test_ctrl_c_leaves_nothing_running_and_writes_the_files(here):
     found = here.checks()
     assert found["dlrm: trial"]["outcome"] == "ok"
     assert found["stop and saved"]["why"] == "Ctrl-C"
-    assert found["predict"]["why"] == "Ctrl-C"
+    assert found[SPEED]["why"] == "Ctrl-C"
     assert "Ctrl-C" in here.page()
 
 
@@ -591,7 +737,9 @@ def pod(tmp_path) -> Iterator[Pod]:
 
 @pytest.mark.slow
 def test_two_workers_of_a_tpu(pod):
-    code, found = pod.accept("--only", "doctor", "dlrm", "checkpoint", "stop", *PATIENT)
+    code, found = pod.accept(
+        "--only", "doctor", "dlrm: trial", "dlrm: kill", "checkpoint", "stop", *PATIENT
+    )
 
     assert code == 0, pod.output()
     assert {check["outcome"] for check in found.values()} == {"ok"}, found
@@ -622,13 +770,13 @@ TPU_FAULTS = [
 def test_a_fault_on_a_tpu_is_found_and_named(fault, pod):
     pod.set(fault=fault.name, run=fault.run)
 
-    code, found = pod.accept("--only", "dlrm", "checkpoint", "predict", *PATIENT)
+    code, found = pod.accept("--only", "dlrm", "checkpoint", *PATIENT)
 
     check = found[fault.check]
     assert code == 1
     assert check["outcome"] == "failed", pod.output()
     assert re.search(fault.pattern, check["why"]), check["why"]
-    assert found["predict"]["outcome"] == "not there"
+    assert found["dlrm: predict"]["outcome"] == "not run"
     assert not pod.found()["left_running"]
     pod.bed.check_idle()
     assert not pod.still_running()
@@ -639,7 +787,7 @@ def test_ctrl_c_ends_the_run_on_all_workers(pod):
     pod.set(fault="hangs", run="dlrm")
     log = pod.folder / "accept-one/dlrm-trial.log"
 
-    client = pod.start("--only", "dlrm: trial", "predict")
+    client = pod.start("--only", "dlrm: trial", "dlrm: predict")
     wait(lambda: log.exists() and '"step": 100' in log.read_text(), 60)
     client.send_signal(signal.SIGINT)
 
@@ -712,7 +860,8 @@ def test_the_table_has_a_row_for_each_result_and_what_never_ran(tmp_path, monkey
     assert f"| trial: BERT, fine-tuning | {page.NEVER} | | | |" in lines
     header = 2
     second_trial_of_dlrm = 1
-    rows = len(expected.SCRIPTS) + len(expected.RECIPES) + second_trial_of_dlrm
+    predicting = sum(bool(script.predicts) for script in expected.SCRIPTS)
+    rows = len(expected.SCRIPTS) + predicting + len(expected.RECIPES) + second_trial_of_dlrm
     assert len(lines) == header + rows
 
 
@@ -1039,5 +1188,5 @@ def test_a_real_script_is_accepted_on_this_cpu(tmp_path):
     found = json.loads((tmp_path / "one.json").read_text())
     outcomes = {check["name"]: check["outcome"] for check in found["checks"]}
     names = ("dlrm: trial", "dlrm: kill and resume", "stop and saved")
-    assert outcomes == dict.fromkeys(names, "ok")
+    assert outcomes == {**dict.fromkeys(names, "ok"), "dlrm: predict": "not run"}
     assert found["checks"][1]["notes"] == ["killed after step 160, resumed after step 128"]

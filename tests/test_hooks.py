@@ -72,6 +72,14 @@ def events():
     assert hooks.makers == ()
 
 
+def test_listeners_are_told_what_belongs_to_no_run():
+    told = []
+    with hooks.made_by([], [lambda event, facts: told.append((event, facts))]):
+        hooks.tell("end", count=3)
+    hooks.tell("end", count=4)
+    assert told == [("end", {"count": 3})]
+
+
 # Who is notified
 
 

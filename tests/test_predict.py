@@ -36,6 +36,7 @@ from transformers import AutoModelForMaskedLM
 from data import pictures, text_rows
 from errors import InputError
 from models import encoder_files
+from tpu.accept.children import read_report
 from train import predict
 from train.common import device
 
@@ -595,6 +596,24 @@ def test_a_file_is_written_whole_or_not_at_all(classifier, tmp_path, capsys):
     assert code == 2
     assert lines_of(out.read_text("utf-8")) == expected
     assert [path.name for path in out.parent.iterdir()] == [out.name]
+
+
+def test_a_report_says_where_and_how_fast_it_was(classifier, tmp_path, capsys):
+    data = write_lines(tmp_path / "new.txt", random_texts(20))
+
+    code, found, error = in_process(capsys, classifier, data, "--report", "--batch-size", 8)
+
+    assert (code, len(found)) == (0, 20)
+    start, end = (read_report(text)[0] for text in error.splitlines() if "report {" in text)
+    assert start["event"] == "start"
+    assert (start["kind"], start["devices"]) == ("CPU", 1)
+    assert end["event"] == "end"
+    assert (end["count"], end["broken"]) == (20, 0)
+    assert end["timed"] == 12, "without the first batch"
+    assert end["seconds"] > 0
+
+    _, _, error = in_process(capsys, classifier, data)
+    assert "report" not in error
 
 
 def test_a_path_that_is_no_text_is_one_line_of_json(network, tmp_path, capsys):

@@ -21,6 +21,7 @@ import contextlib
 import json
 import os
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -29,9 +30,9 @@ import safetensors
 
 import optional
 from errors import InputError
-from train.common import cli, device, files
+from train.common import cli, device, files, hooks
 from train.common.mesh import Mesh
-from train.prediction.pieces import in_order
+from train.prediction.pieces import Piece, in_order
 
 
 @dataclass(frozen=True)
@@ -212,6 +213,8 @@ class Writer:
     Attributes:
         count: of the answers so far.
         broken: of those that are errors.
+        timed: of those after the first piece of inputs, whose answers wait for the compiler.
+        seconds: that these took.
     """
 
     def __init__(self, config: Config, output: Any):
@@ -219,6 +222,16 @@ class Writer:
         self.output = output
         self.count = 0
         self.broken = 0
+        self.timed = 0
+        self.seconds = 0.0
+        self._first = 0  # inputs of the first piece
+        self._began = 0.0  # when their answers were written
+
+    def count_first(self, pieces: Iterator[Piece]) -> Iterator[Piece]:
+        """Yields the pieces, and notes how many inputs the first one has."""
+        for piece in pieces:
+            self._first = self._first or len(piece.inputs)
+            yield piece
 
     def write(self, found: Iterator[dict[str, Any]]) -> None:
         """Writes all answers.
@@ -245,6 +258,15 @@ class Writer:
             self.broken += "error" in answer
             file.write(line(answer))
             file.flush()
+            self._time()
+
+    def _time(self) -> None:
+        """Notes the time after an answer."""
+        if self.count == self._first:
+            self._began = time.monotonic()
+        elif self.count > self._first:
+            self.timed = self.count - self._first
+            self.seconds = time.monotonic() - self._began
 
     def say(self, notes: list[str]) -> None:
         """Tells the user, on the standard error, what the answers do not show."""
@@ -260,11 +282,19 @@ def main(config: Config) -> None:
     output = sys.stdout.buffer
     with contextlib.redirect_stdout(sys.stderr):  # the standard output has nothing but answers
         model, mesh = opened(config)
+        hooks.tell(
+            "start",
+            pid=os.getpid(),
+            kind=mesh.kind,
+            devices=mesh.num_devices,
+            hosts=mesh.process_count,
+        )
         writer = Writer(config, output)
         if config.task:
             writer.count = model.write(mesh)
         else:
-            found = in_order(model.pieces(mesh), model.answers, config.skip_broken)
+            pieces = writer.count_first(model.pieces(mesh))
+            found = in_order(pieces, model.answers, config.skip_broken)
             try:
                 with contextlib.closing(found):
                     writer.write(found)
@@ -272,6 +302,14 @@ def main(config: Config) -> None:
                 _leave_closed_pipe()
                 return
         writer.say(model.notes)
+        hooks.tell(
+            "end",
+            count=writer.count,
+            broken=writer.broken,
+            timed=writer.timed,
+            seconds=writer.seconds,
+            graphs=device.graph_report(),
+        )
 
 
 def _leave_closed_pipe() -> None:

@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tpu.accept import expected
+from tpu.accept import expected, predictions
 from tpu.accept.children import (
     TAIL,
     Child,
@@ -29,6 +29,7 @@ from tpu.accept.children import (
     say,
 )
 from tpu.accept.expected import RECIPES, SCRIPTS, Script
+from tpu.accept.predictions import Inputs, Prediction
 
 # Outcomes.
 OK = "ok"
@@ -238,7 +239,8 @@ def diagnosis(child: Child) -> str:
     if code == KILLED:
         killed = "the process was killed from outside (exit code 137)"
         return f"{killed}: most likely memory; `sudo dmesg | grep -i oom`"
-    said = last_line(child.lines)[:300]
+    without_make = [line for line in child.lines if not re.match(r"make(\[\d+\])?: \*\*\*", line)]
+    said = last_line(without_make)[:300]
     if code == GONE:
         return f"the TPU is gone (exit code 75): recreate it and repeat the command. {said}"
     return f"exit code {code}: {said}"
@@ -305,10 +307,12 @@ class Acceptance:
             resume = partial(self.resume, script=script)
             planned.append(Planned(f"{script.name}: trial", trial))
             planned.append(Planned(f"{script.name}: kill and resume", resume))
+            if script.predicts or script.why_not:
+                predict = partial(self.predict, script=script)
+                planned.append(Planned(f"{script.name}: predict", predict))
         planned.append(Planned("checkpoint of all hosts", self.hosts))
         planned.append(Planned("stop and saved", self.stop))
         planned.append(Planned("step time and memory", self.speed))
-        planned.append(Planned("predict", self.predict))
         if self.options.only:
             words = tuple(self.options.only)
             planned = [check for check in planned if check.name.startswith(words)]
@@ -728,15 +732,86 @@ class Acceptance:
         remedy = "create the TPU again, and if it is so again, send the page"
         raise self.failed(check, child, f"{slow_chip}; {remedy}")
 
-    def predict(self, check: Check) -> None:
-        """Will predict with an export, once there is such a target of make."""
-        makefile = (self.folder / "Makefile").read_text()
-        if re.search(r"^predict\b[^=\n]*:", makefile, re.MULTILINE) is None:
-            raise NotThere("there is no make predict")
-        raise NotRun(
-            "make predict is there, but tpu/accept does not call it yet: Acceptance.predict is its"
-            " place"
-        )
+    def predict(self, check: Check, script: Script) -> None:
+        """Predicts with the export of a script's trial, in each precision: the answers must be
+        those of plain PyTorch on the CPU, and the labels of sentences right."""
+        if script.why_not:
+            raise NotRun(script.why_not)
+        if isinstance(self.target, Tpu):
+            on_it = f'make accept ARGS="--only {script.name}"'
+            raise NotRun(f"the launcher only trains; on the TPU VM itself predicts {on_it}")
+        unbroken = self.unbroken.get(script.name)
+        if unbroken is None:
+            raise NotRun(f"there is no trial of {script.name} that ended, to predict with")
+
+        check.recipe = f"predict {script.name}"
+        inputs = predictions.write_inputs(script.predicts, self.options.out)
+        export = f"{unbroken.event('start')['path']}/export"
+        plain = self.answer(check, inputs, export, "float32", "cpu")
+        speeds = []
+        for precision, most in expected.APART.items():
+            device = self.answer(check, inputs, export, precision, "")
+            self.check_alike(check, device, plain, inputs, most)
+            speeds.append(f"{device.speed():.0f} in {precision}")
+            check.metrics.setdefault(f"{script.predicts}/s", device.speed())
+        speeds.append(f"{plain.speed():.0f} by plain PyTorch on the CPU")
+        check.notes.append(f"{script.predicts} a second: {', '.join(speeds)}")
+
+    def answer(
+        self, check: Check, inputs: Inputs, export: str, precision: str, device: str
+    ) -> Prediction:
+        """Runs make predict, and returns what it has answered and reported.
+
+        Args:
+            device: as its flag --device; "": that of the trial.
+        """
+        options = self.options
+        name = f"{Path(check.log).stem}-{device or 'device'}-{precision}.jsonl"
+        path = options.out / name
+        path.unlink(missing_ok=True)
+        flags = f"--report --precision {precision} --top {len(inputs.names)}"
+        if device:
+            flags += f" --device {device}"
+        if "--safe-forms" in shlex.split(options.train_args):
+            flags += " --safe-forms"
+
+        command = ["make", "predict", *shlex.split(options.words), f"MODEL_DIR={export}"]
+        command += [f"DATA={inputs.data}", f"OUT={path}", f"ARGS={flags}"]
+        if options.python:
+            command.append(f"PYTHON={options.python}")
+        if device and "CPU_NUM_DEVICES" in os.environ:  # plain PyTorch refuses several
+            command = ["env", "-u", "CPU_NUM_DEVICES", *command]
+        child = self.run_here(check, command)
+        if child.hung or child.code():
+            raise self.failed(check, child)
+
+        try:
+            predictions.check_report(child, inputs, {} if device else self.hardware)
+            answers = predictions.read_answers(path, inputs)
+            if inputs.right:
+                share = predictions.share_right(answers, inputs, expected.RIGHT)
+                check.metrics["right"] = min(share, check.metrics.get("right", 1.0))
+        except predictions.Wrong as error:
+            raise self.failed(check, child, f"a wrong prediction: {error}") from None
+        return Prediction(child, precision, answers)
+
+    def check_alike(
+        self, check: Check, device: Prediction, plain: Prediction, inputs: Inputs, most: float
+    ) -> None:
+        """Checks that no probability is further than `most` from that of plain PyTorch, see
+        predictions.distance."""
+        precision = device.precision
+        check.expected[f"{precision} apart"] = [0.0, most]
+        try:
+            found = predictions.compare(device.answers, plain.answers, inputs)
+        except predictions.Wrong as error:
+            raise self.failed(check, device.child, f"a wrong prediction: {error}") from None
+        check.metrics[f"{precision} apart"] = found.apart
+        check.metrics[f"{precision} same label"] = found.same
+        if found.apart > most:
+            reference = f"by plain PyTorch on the CPU; expected at most {most:g} apart"
+            why = f"a wrong prediction: in {precision} {found.where} {reference}"
+            raise self.failed(check, device.child, why)
 
     def recipe(self, check: Check, name: str) -> None:
         """Runs a published recipe, for docs/results.md."""

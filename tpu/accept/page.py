@@ -184,6 +184,9 @@ def table(files: list[Path]) -> str:
     """Returns the table of results: a row per recipe and file that has it, "never run" where none
     has."""
     labels = {f"trial {script.name}": f"trial: {script.label}" for script in SCRIPTS}
+    for script in SCRIPTS:
+        if script.predicts:
+            labels[f"predict {script.name}"] = f"predict: {script.label}"
     published = dict.fromkeys(labels, "")
     for name, recipe in RECIPES.items():
         labels[name] = recipe.label

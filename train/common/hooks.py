@@ -3,6 +3,7 @@
     Run             step, pause, resume, line, summary
     Loader          waited; spans WAIT and UPLOAD
     compiled step   traced, started; span START. A watcher may ask `device.compiling_since`
+    predictions     `tell`: they have no Run, and listeners are told of them
 
 A watcher overrides the hooks of `Watcher` that it needs. train/common/watch has the project's
 watchers, and the order in which they are notified. A copy of a script may come without them, and
@@ -67,6 +68,10 @@ makers: Sequence[Callable[[Any], Watcher]] = ()
 # know the run, notify these.
 watchers: Sequence[Watcher] = ()
 
+# Called with an event's name and facts, see `tell`.
+Listener = Callable[[str, dict[str, Any]], None]
+listeners: Sequence[Listener] = ()
+
 _NOTHING = contextlib.nullcontext()
 _make_span: Callable[[str], contextlib.AbstractContextManager] | None = None
 
@@ -90,15 +95,24 @@ def watching(run: Any) -> Iterator[Sequence[Watcher]]:
 
 
 @contextlib.contextmanager
-def made_by(chosen: Sequence[Callable[[Any], Watcher]]) -> Iterator[None]:
-    """Inside, every Run that trains is watched by what these make."""
-    global makers
-    before = makers
+def made_by(
+    chosen: Sequence[Callable[[Any], Watcher]], told: Sequence[Listener] = ()
+) -> Iterator[None]:
+    """Inside, every Run that trains is watched by what these make, and `told` are the listeners."""
+    global makers, listeners
+    before = makers, listeners
     makers = chosen
+    listeners = told
     try:
         yield
     finally:
-        makers = before
+        makers, listeners = before
+
+
+def tell(event: str, **facts: Any) -> None:
+    """Tells the listeners of an event that belongs to no Run."""
+    for listen in listeners:
+        listen(event, facts)
 
 
 def span(name: str) -> contextlib.AbstractContextManager:

@@ -15,7 +15,8 @@ A copy of a script (`make copy`) goes without it; the folder, or any of its file
 
 A watcher's module has `Flags`, a frozen dataclass with a default for each, and `watcher(flags)`,
 which checks them and returns what makes a `hooks.Watcher` of a Run, or None where none is wanted.
-Its name is in ORDER, below.
+It may have `listener(flags)`, too, which returns a `hooks.Listener`, or None. Its name is in ORDER,
+below.
 """
 
 import importlib
@@ -53,11 +54,17 @@ def watched(main: Callable[[Any], Any], presets: Presets) -> tuple[Callable[[Any
 
     def watched_main(given: Any) -> Any:
         makers = []
+        listeners = []
         for name, module in MODULES.items():
-            make = module.watcher(getattr(given, name))
+            flags = getattr(given, name)
+            make = module.watcher(flags)
             if make is not None:
                 makers.append(make)
-        with hooks.made_by(makers):
+            if hasattr(module, "listener"):
+                listen = module.listener(flags)
+                if listen is not None:
+                    listeners.append(listen)
+        with hooks.made_by(makers, listeners):
             return main(given.config)
 
     watched_presets = {}

@@ -6,6 +6,11 @@ event.
              {"step": 120, "values": {"loss": …}, "timing": {…}}
     end      summary.json of a finished run, the memory that it took, its files and their bytes
 
+of predictions (train/predict.py), on stderr
+
+    start    devices
+    end      how many inputs, the seconds that those after the first batch took, what was compiled
+
 `make accept` reads them (tpu/accept). A run on a TPU has its folder elsewhere; its stdout is what
 reaches every client.
 
@@ -25,6 +30,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from errors import InputError
+from train.common import hooks
 from train.common.hooks import Watcher
 
 MARK = "report "  # what each line begins with
@@ -50,6 +56,21 @@ def watcher(flags: Flags) -> Callable[[Any], "Report"] | None:
     if not flags.report and not flags.kill_at:
         return None
     return lambda run: Report(run, flags)
+
+
+def listener(flags: Flags) -> hooks.Listener | None:
+    """Returns what reports an event without a Run, None where nothing is asked."""
+    return print_event if flags.report else None
+
+
+def print_event(event: str, facts: dict[str, Any]) -> None:
+    """Prints the report of an event."""
+    print(line_of(event, facts), flush=True)
+
+
+def line_of(event: str, facts: dict[str, Any]) -> str:
+    """Returns the report of an event."""
+    return MARK + json.dumps({"event": event, **facts}, default=str)
 
 
 class Report(Watcher):
@@ -105,7 +126,7 @@ class Report(Watcher):
             self._say("line", step=step, values=values, timing=timing)
 
     def _say(self, event: str, **facts: Any) -> None:
-        self._run.message(MARK + json.dumps({"event": event, **facts}, default=str))
+        self._run.message(line_of(event, facts))
 
     def _started(self) -> dict[str, Any]:
         """Returns what config.json has of this start: versions, commit, command, time."""
