@@ -16,8 +16,10 @@ normalised and split, the special tokens and where they stand, the side of paddi
                 <eod> 7 <eop> 8
 """
 
+import contextlib
 import itertools
 import json
+import os
 import re
 from collections.abc import Iterable, Iterator
 
@@ -37,6 +39,7 @@ __all__ = ["KINDS", "continues_word", "learn"]
 
 KINDS = ("bert", "distilbert", "roberta", "xlnet")
 VARYING = ("xlnet",)  # the same lines may give another vocabulary in the next run, see `learn`
+PARALLELISM = "TOKENIZERS_PARALLELISM"  # the variable that tokenizers reads
 # Tokens of a text: positions of the published models, and what XLNet was pretrained with.
 LONGEST = 512
 MOST_CHARACTERS = 1000  # of the alphabet, as in BertWordPieceTokenizer of tokenizers
@@ -57,7 +60,9 @@ XLNET_SPECIALS = ("<unk>", "<s>", "</s>", "<cls>", "<sep>", "<pad>", "<mask>", "
 SMALLEST = {"bert": 64, "distilbert": 64, "roberta": len(ROBERTA_SPECIALS) + 1 + 256, "xlnet": 64}
 
 
-def learn(lines: Iterable[str], kind: str, size: int) -> PreTrainedTokenizerBase:
+def learn(
+    lines: Iterable[str], kind: str, size: int, repeatable: bool = False
+) -> PreTrainedTokenizerBase:
     """Learns a tokenizer from lines of text.
 
     Uses all cores; memory grows with the number of different words.
@@ -67,12 +72,14 @@ def learn(lines: Iterable[str], kind: str, size: int) -> PreTrainedTokenizerBase
 
     The same lines give the same vocabulary, but for XLNet: the Unigram trainer adds numbers up in
     an order that changes from run to run, so that pieces of almost equal scores may change places.
+    On one core (`repeatable`) it does not.
 
     Args:
         lines: text, read once; their order has no effect.
         kind: one of KINDS.
         size: tokens of the vocabulary, special tokens included. It becomes smaller where the text
             has too few words.
+        repeatable: learns on one core, so that XLNet's is the same in each run, too.
 
     Raises InputError: an unknown kind, a size too small for it (XLNet's: for the characters of the
     text), no text.
@@ -91,7 +98,8 @@ def learn(lines: Iterable[str], kind: str, size: int) -> PreTrainedTokenizerBase
         raise InputError("there is no text to learn a vocabulary from; expected lines with words")
 
     batches = _batches(itertools.chain([first], short_words))
-    tokenizer = _learn(batches, kind, size)
+    with _one_core() if repeatable else contextlib.nullcontext():
+        tokenizer = _learn(batches, kind, size)
     if short_words.left_out:
         print(
             f"{short_words.left_out:,} words of more than {LONGEST_WORD:,} characters "
@@ -99,6 +107,20 @@ def learn(lines: Iterable[str], kind: str, size: int) -> PreTrainedTokenizerBase
             flush=True,
         )
     return tokenizer
+
+
+@contextlib.contextmanager
+def _one_core() -> Iterator[None]:
+    """Makes tokenizers use one core, by its own variable, which it asks at each use."""
+    before = os.environ.get(PARALLELISM)
+    os.environ[PARALLELISM] = "false"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[PARALLELISM]
+        else:
+            os.environ[PARALLELISM] = before
 
 
 def _learn(batches: Iterator[list[str]], kind: str, size: int) -> PreTrainedTokenizerBase:

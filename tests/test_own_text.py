@@ -1,7 +1,9 @@
 """Your own sentences: what data/own_text.py reads, and what train/glue.py makes of it."""
 
+import contextlib
 import csv
 import gzip
+import io
 import json
 import shlex
 from dataclasses import replace
@@ -10,6 +12,7 @@ from pathlib import Path
 import datasets
 import numpy as np
 import pytest
+import torch
 import transformers
 from helpers import equal, exported, losses, records
 from run_make import ROOT, make
@@ -342,12 +345,6 @@ def test_a_command_of_the_page_opens_its_data(command, tmp_path, cache):
 
 
 # ---- runs ----------------------------------------------------------------------------------------
-@pytest.fixture(autouse=True)
-def small_new_weights(monkeypatch):
-    """New weights that a test can train in seconds."""
-    monkeypatch.setattr(glue, "NEW_SIZE", "tiny")
-
-
 OWN = glue.Config(
     text=("review",),
     label="stars",
@@ -364,14 +361,10 @@ OWN = glue.Config(
 @pytest.fixture(scope="module")
 def run(mesh, tmp_path_factory):
     """A run on 600 reviews: (its folder, its metrics, what it printed, the rows held out)."""
-    import contextlib
-    import io
-
     folder = tmp_path_factory.mktemp("own")
     path = write_csv(folder / "my reviews.csv", reviews(600))
     output = io.StringIO()
-    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(output):
-        patch.setattr(glue, "NEW_SIZE", "tiny")
+    with contextlib.redirect_stdout(output):
         metrics = glue.main(replace(OWN, data=str(path), runs=str(folder)))
     held = own_text.open_splits(str(path), STARS).eval["validation"]
     return folder / "bert-my-reviews", metrics, output.getvalue(), held
@@ -391,7 +384,7 @@ def test_the_first_lines_say_what_was_found(run):
     assert "trained on my reviews.csv without a tenth" in first
     assert "evaluated on that tenth, 60 rows, of each stars, by a hash of the text" in first
     assert "new weights: 2 layers of width 64, and" in output
-    assert "--epochs 6 and --lr 0.003, since weights that are not pretrained" in output
+    assert "--epochs 6 and --lr 0.003, since new weights need" in output
 
 
 def test_transformers_pipeline_names_the_classes(run):
@@ -671,8 +664,6 @@ def test_a_number_is_learnt(plain, tmp_path):
 
 
 def test_losses_of_several_labels_are_a_mean_of_them():
-    import torch
-
     logits = torch.tensor([[0.5, -2.0, 3.0], [0.0, 1.0, -1.0]])
     labels = torch.tensor([[1.0, 0.0, 0.0], [0.0, 1.0, 1.0]])
     found = classification.compute_losses(logits, labels)

@@ -1,6 +1,7 @@
 """data/vocabulary.py: what is learnt from a page of text, saved, and opened again by
 transformers."""
 
+import os
 import time
 
 import numpy as np
@@ -8,6 +9,7 @@ import pytest
 from tokenizers import Tokenizer, models
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerFast
 
+from data import vocabulary
 from data.vocabulary import KINDS, continues_word, learn
 from errors import InputError
 
@@ -270,3 +272,24 @@ def test_a_tokenizer_without_marks_of_words_is_explained():
 
     with pytest.raises(InputError, match="marks neither beginnings nor continuations"):
         continues_word(plain)
+
+
+def test_a_repeatable_vocabulary_is_learnt_on_one_core(monkeypatch):
+    """The order of the Unigram trainer's sums is then the same in each run."""
+    learnt_with = []
+    learn_pieces = vocabulary._learn
+
+    def watched(*args):
+        learnt_with.append(os.environ.get("TOKENIZERS_PARALLELISM"))
+        return learn_pieces(*args)
+
+    monkeypatch.setattr(vocabulary, "_learn", watched)
+    monkeypatch.delenv("TOKENIZERS_PARALLELISM", raising=False)
+    lines = text(40)
+    vocabulary.learn(lines, "xlnet", 64, repeatable=True)
+    assert "TOKENIZERS_PARALLELISM" not in os.environ
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "true")
+    vocabulary.learn(lines, "xlnet", 64)
+    vocabulary.learn(lines, "xlnet", 64, repeatable=True)
+    assert os.environ["TOKENIZERS_PARALLELISM"] == "true"
+    assert learnt_with == ["false", "true", "false"]
