@@ -2,8 +2,9 @@
 
 It reads inputs and writes answers as train/predict.py does: numbers that depend on the input and,
 in the last digits, on device and precision; a sentence has the right label mostly. Its log has what
-disturbs a reader, and it leaves a process behind. settings.json in the folder of the runs says on
-what hardware it is and what goes wrong, as for tests/fake_accepted.py: see the uses of `fault`.
+disturbs a reader, and where it hangs it has a process besides. settings.json in the folder of the
+runs says on what hardware it is and what goes wrong, as for tests/fake_accepted.py: see the uses of
+`fault`.
 """
 
 import hashlib
@@ -122,7 +123,7 @@ def compile_network(loader: subprocess.Popen) -> None:
 
 
 sleeping = "import time; time.sleep(1000)"
-loader = subprocess.Popen([sys.executable, "-I", "-S", "-c", sleeping])  # it stays
+loader = subprocess.Popen([sys.executable, "-I", "-S", "-c", sleeping])
 print("WARNING:root:Defaulting to PJRT_DEVICE=CPU", file=sys.stderr)
 if not (Path(model_dir) / "model.safetensors").exists() or fault == "predicts refused":
     loader.kill()
@@ -143,4 +144,5 @@ recompilations = []
 if fault == "predicts recompiles":
     recompilations = ["eval_step was compiled again for known input shapes"]
 graphs = {} if is_plain else {"recompilations": recompilations, "fallbacks": []}
+loader.kill()
 report("end", count=len(names), broken=0, timed=len(names) - 64, seconds=0.5, graphs=graphs)
