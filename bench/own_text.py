@@ -196,7 +196,8 @@ def run(options: Options, data: str, seed: int) -> dict[str, dict[str, float]]:
                 raise InputError("train.glue failed:\n" + "\n".join(last_lines))
         finally:
             process.kill()
-        print(log.read_text().splitlines()[0], flush=True)
+        lines = log.read_text().splitlines()
+        print(next(line for line in lines if " examples (" in line), flush=True)
         of_ours = json.loads(Path(folder, "ours/summary.json").read_text())["metrics"]
     return {"ours": of_ours, "trainer": of_trainer}
 

@@ -420,7 +420,7 @@ def test_an_export_is_trained_on_and_evaluated(run, tmp_path):
 
 @pytest.fixture
 def plain(monkeypatch):
-    """Runs of plain PyTorch: nothing is compiled. Those of XLA are above and below."""
+    """A config for plain PyTorch, where nothing is compiled. Other tests here run on XLA."""
     monkeypatch.setenv("CPU_NUM_DEVICES", "1")
     yield replace(OWN, device="cpu")
     device.choose_backend("xla")
@@ -607,10 +607,12 @@ def tagged(number: int) -> list[dict[str, str]]:
     return rows
 
 
-def test_several_labels_are_learnt(plain, tmp_path):
+@pytest.mark.parametrize("on", ["plain", pytest.param("xla", marks=pytest.mark.slow)])
+def test_several_labels_are_learnt(on, request, tmp_path):
+    base = request.getfixturevalue("plain") if on == "plain" else OWN
     path = write_csv(tmp_path / "tags.csv", tagged(600))
     config = replace(
-        plain,
+        base,
         data=str(path),
         label="tags",
         objective="multilabel",
