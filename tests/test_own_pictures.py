@@ -65,15 +65,15 @@ def listed(tmp_path_factory) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("images", "batch_size", "epochs", "eval_every"),
+    ("images", "batch_size", "epochs", "eval_every", "lr"),
     [
-        (100, 16, 84, 8),
-        (720, 32, 23, 2),
-        (5_120, 256, 25, 2),
-        (100_000, 256, 10, 1),
+        (100, 16, 84, 8, 0.12),
+        (720, 32, 23, 2, 0.085),
+        (5_120, 256, 25, 2, 0.03),
+        (100_000, 256, 10, 1, 0.03),
     ],
 )
-def test_the_number_of_images_chooses(images, batch_size, epochs, eval_every):
+def test_the_number_of_images_chooses(images, batch_size, epochs, eval_every, lr):
     config = resnet50.fit(resnet50.FINETUNE, images, devices=4)
 
     assert config.batch_size == batch_size
@@ -81,7 +81,7 @@ def test_the_number_of_images_chooses(images, batch_size, epochs, eval_every):
     assert epochs * (images // batch_size) >= 500
     assert config.eval_every == eval_every
     assert config.warmup_epochs == epochs / 10
-    assert config.lr == resnet50.FINETUNE_LR
+    assert config.lr == lr
 
 
 def test_what_the_user_gives_counts_and_the_rest_fits_it():
