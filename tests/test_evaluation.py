@@ -80,6 +80,7 @@ def test_the_command_line_takes_the_flags_that_count(run_of, capsys, monkeypatch
 
 def test_plain_pytorch_evaluates_what_xla_has_trained(run_of, monkeypatch):
     path, metrics, _ = run_of("glue")
+    monkeypatch.setenv("CPU_NUM_DEVICES", "1")
     try:
         found = glue.main(glue.Config(evaluate=path, device="cpu", split="train"))
     finally:

@@ -496,13 +496,13 @@ def open_evaluation(config: Config) -> Data:
 def evaluate_run(config: Config, mesh: Mesh) -> dict[str, float]:
     """Evaluates the run --evaluate by its export; returns the metrics, as `main` does."""
     run = FinishedRun(config.evaluate)
-    config = replace(config, weights=f"{run.path}/export/model.pt")
-    data = open_evaluation(config)
+    exported = replace(config, weights=f"{run.path}/export/model.pt")
+    data = open_evaluation(exported)
     check_evaluation(data, config, mesh)
     examples = sum(map(len, data.eval.values()))
     run.announce(mesh, config.data, f"{examples:,} pairs", *data.eval.values())
 
-    state = State(make_model(config, data, mesh), optimizer=None)
+    state = State(make_model(exported, data, mesh), optimizer=None)
     eval_fn = device.compiled(eval_step, mesh, max_graphs=translate.MAX_SHAPES)
     translator = translate.Translator(state.model, mesh, config)
     metrics = evaluate(eval_fn, translator, state, data.eval, config, mesh)
