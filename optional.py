@@ -148,6 +148,13 @@ PARTS = (
         needed_by="a model of clicks",
         missing=NO_KIND,
     ),
+    Part(
+        name="own_clicks",
+        modules=("data.clicks",),
+        given=("WITH=predict",),
+        of=("MODEL=dlrm",),
+        needed_by="--evaluate on clicks of your own",
+    ),
     # The backends of train/common/device.py: a copy for one --device goes without the other.
     Part(
         name="xla",

@@ -33,7 +33,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from data import clicks, criteo, splits
+import optional
+from data import criteo, splits
 from data.remote import local_copy
 from errors import InputError
 from models.dlrm import DLRM
@@ -478,7 +479,8 @@ def open_evaluation(config: Config, export: Export) -> criteo.ClickLog:
         path = Path(local_copy(config.data, "*")).expanduser()
         if not path.is_file():
             raise InputError(f"there is no file {config.data}; give a CSV or parquet file")
-        return clicks.EncodedClicks(path, clicks.Columns.load(own_maps))
+        own_clicks = optional.load("own_clicks")
+        return own_clicks.EncodedClicks(path, own_clicks.Columns.load(own_maps))
 
     log = criteo.open_clicks(config.data, of_training, config.hash_rows or None)
     check_ids_of(log, export, config)
@@ -507,13 +509,20 @@ def check_ids_of(log: criteo.ClickLog, export: Export, config: Config) -> None:
         )
 
     own_maps = Path(export.folder, "clicks")
-    if log.columns is not None and own_maps.is_dir():
-        other = clicks.other_maps(clicks.Columns.load(own_maps), clicks.Columns.load(log.columns))
+    if log.columns is not None and _content(own_maps) != _content(log.columns):
+        own_clicks = optional.load("own_clicks")
+        columns = own_clicks.Columns.load(own_maps)
+        other = own_clicks.other_maps(columns, own_clicks.Columns.load(log.columns))
         if other:
             raise InputError(
                 f"{config.data} has other maps than {config.evaluate}: {other}; "
                 "give the table itself (CSV or parquet), which the run's own maps encode"
             )
+
+
+def _content(folder: Path) -> dict[str, bytes]:
+    """Returns the content of the files of a folder by name."""
+    return {path.name: path.read_bytes() for path in sorted(folder.glob("*"))}
 
 
 def evaluate_run(config: Config, mesh: Mesh) -> dict[str, float]:
