@@ -270,7 +270,7 @@ def _open_encoder(
     kind = encoders.by_name(config.model).tokenizer
     longest = config.lengths[-1]
     if config.checkpoint == NEW:
-        # Repeatable, since a resumed run learns it again.
+        # Repeatable, since other hosts and a resumed run learn it, too.
         tokenizer = vocabulary.learn(lines, kind, NEW_WORDS, repeatable=True)
         settings = encoders.new_configuration(config.model, NEW_SIZE, tokenizer, longest)
     else:
@@ -584,11 +584,11 @@ def main(config: Config) -> dict[str, float]:
     if config.evaluate:
         return evaluate_run(config, mesh)
     varies = encoders.by_name(config.model).tokenizer in vocabulary.VARYING
-    if mesh.process_count > 1 and varies and learns_words(config):
+    if mesh.process_count > 1 and varies and not config.checkpoint:
         # Each host would learn another vocabulary.
         raise InputError(
-            f"learning words for --model {config.model} is for one host, not "
-            f"{mesh.process_count}; give --checkpoint"
+            f"the trial of --model {config.model} is for one host, not {mesh.process_count}; "
+            "give --checkpoint"
         )
 
     data = open_data(config)
