@@ -30,7 +30,7 @@ from predicting import (
     write_network,
     write_pictures,
 )
-from run_make import make
+from run_make import NOT_HANDED_ON, make
 from transformers import AutoModelForMaskedLM
 
 from data import pictures, text_rows
@@ -632,12 +632,15 @@ def test_make_predict_ends_quietly_with_its_reader(classifier, tmp_path):
     data = write_lines(tmp_path / "new.txt", random_texts(600))
     arguments = f"MODEL_DIR='{classifier}' DATA='{data}' DEVICE=cpu ARGS='--batch-size 8'"
     shell = f"make predict {arguments} | head -n 1; echo ${{PIPESTATUS[0]}}"
+    variables = environment(1)
+    for name in NOT_HANDED_ON:
+        variables.pop(name, None)
 
     ran = subprocess.run(
         ["bash", "-c", shell],
         capture_output=True,
         text=True,
-        env=environment(1),
+        env=variables,
         cwd=Path(__file__).parent.parent,
     )
 

@@ -20,7 +20,7 @@ RIGHT = 0.99
 WRONG = 1.0
 OURS = [
     ("train/resnet50.py", "with mesh.autocast():"),
-    ("train/resnet50.py", "logits = logits.float()"),
+    ("train/resnet50.py", "return logits.float()"),
     ("train/common/xla/backend.py", "def set_matmul_precision("),
 ]
 
