@@ -88,7 +88,7 @@ help:
 	@echo 'make doctor                                  what is here, what is missing: each line ok, or what to do'
 	@echo 'make accept TPU=my-tpu                       the first 15 minutes on a new kind of TPU: all that is promised, tried'
 	@echo 'make compile MODEL=bert TOPOLOGY=v5e:2x4     does it fit that TPU? by its own compiler, on this machine'
-	@echo 'make test                                    all tests: half an hour on two CPU cores'
+	@echo 'make test                                    all tests: 25 minutes on two CPU cores'
 	@echo 'make guards                                  the steps cost the TPU what they did, by its compiler: 8 to 18 minutes'
 	@echo 'make test-all                                and the slow ones'
 	@echo 'make bench BENCH=step_time                   a side-by-side benchmark: $(BENCHES)'
@@ -289,9 +289,9 @@ compile: check-model $(INSTALLED) $(LIBTPU)/$(COMPILER)/.installed
 compile-all: $(INSTALLED) $(BOTH_COMPILERS)
 	$(PY) -m tpu.compiler.pages $(ARGS)
 
-# A test process uses little more than one core. Tests of a script, or else of a file, share what they have trained: see
-# tests/conftest.py, which also brings the longest groups to the front.
-SHARED_OUT := -n 2 --dist loadgroup --no-loadscope-reorder
+# Three test processes on two cores: those of the launcher mostly wait. Tests of a script, or else of a file, share what
+# they have trained: see tests/conftest.py, which also brings the longest groups to the front.
+SHARED_OUT := -n 3 --dist loadgroup --no-loadscope-reorder
 
 # Compiling is most of what tests do. These flags take 15 to 35 % off the CPU time of those that compile much, and cost the
 # trials nothing; the graphs are the same. test-all compiles as users do.
