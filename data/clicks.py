@@ -163,7 +163,13 @@ def _csv_header(path: Path, columns: Sequence[str]) -> Header:
 
     headers = []
     for separator in SEPARATORS:
-        names = next(csv.reader([text], delimiter=separator), [])
+        try:
+            names = next(csv.reader([text], delimiter=separator), [])
+        except csv.Error as error:  # lines that \r alone ends, or one that is no header
+            raise InputError(
+                f"{path} has a header that cannot be read as CSV: {error}; "
+                "end its lines with \\n or \\r\\n"
+            ) from error
         headers.append(Header(names, separator))
     return max(headers, key=lambda header: len(set(columns) & set(header.names)))
 

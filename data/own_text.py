@@ -508,6 +508,7 @@ def _csv_rows(text: str, path: Path, columns: Columns) -> Iterator[tuple[int, di
 
 def _find_separator(text: str, path: Path, columns: Columns) -> str:
     """Returns the sign under which the first line has all columns that are needed."""
+    csv.field_size_limit(max(csv.field_size_limit(), len(text)))  # a long text is no error
     most = []
     for separator in SEPARATORS:
         # Not strict: under another sign than the file's, its quotes stand in wrong places.
@@ -531,7 +532,6 @@ def _split_rows(text: str, separator: str, path: Path) -> Iterator[tuple[int, li
 
     Raises InputError for quotes that are not CSV's: read on, they would join or cut rows.
     """
-    csv.field_size_limit(max(csv.field_size_limit(), len(text)))  # a long text is no error
     reader = csv.reader(io.StringIO(text, newline=""), delimiter=separator, strict=True)
     while True:
         line = reader.line_num + 1

@@ -258,16 +258,16 @@ def _check_names(names: set[str], objective: str, where: Where, column: str) -> 
             "expected two or more"
         )
     by_number = defaultdict(list)
-    for name in names:
+    for name in sorted(names):
         by_number[_number(name)].append(name)
     texts = by_number.pop(None, [])
-    if texts:
-        return
-
-    if len(names) > MOST_NUMBERS:
+    if len(by_number) > MOST_NUMBERS:
+        beside = ""
+        if texts:
+            beside = f" (after you have corrected or removed the rows with {listed(texts)})"
         raise InputError(
-            f"{_place(where)} has {len(names):,} different numbers in {column}, "
-            f"and at most {MOST_NUMBERS} are taken as classes; give --objective regression"
+            f"{_place(where)} has {len(by_number):,} different numbers in {column}, "
+            f"and at most {MOST_NUMBERS} are taken as classes; give --objective regression{beside}"
         )
     for same in by_number.values():
         if len(same) > 1:
@@ -299,6 +299,11 @@ def _numbers(values: Sequence[Any], where: Where) -> np.ndarray:
             raise InputError(
                 f"{_place(where, row)} has the label {value!r}; "
                 "expected a finite number for --objective regression"
+            )
+        if abs(number) > np.finfo(np.float32).max:
+            raise InputError(
+                f"{_place(where, row)} has the label {value!r}, which float32 cannot hold; "
+                "give the labels in a larger unit"
             )
         numbers[row] = number
     return numbers
@@ -479,17 +484,28 @@ def score(target: Target, logits: np.ndarray, labels: np.ndarray) -> dict[str, f
     present = labels.any(0)
     if not present.any():
         raise ValueError("no example has a label")
-    predictions = logits > 0  # a probability above 0.5
-    micro = metrics.f1_score(labels, predictions, average="micro", zero_division=0)
-    macro = metrics.f1_score(labels, predictions, average="macro", zero_division=0)
     precision = metrics.average_precision_score(
         labels[:, present], logits[:, present].astype(np.float64), average="macro"
     )
-    return {
-        "f1_micro": float(micro),
-        "f1_macro": float(macro),
-        "average_precision": float(precision),
-    }
+    micro, macro = _f1_of_labels(labels > 0, predicted=logits > 0)  # a probability above 0.5
+    return {"f1_micro": micro, "f1_macro": macro, "average_precision": float(precision)}
+
+
+def _f1_of_labels(labels: np.ndarray, predicted: np.ndarray) -> tuple[float, float]:
+    """Computes the F1 of all labels together, and the mean of that of each label.
+
+    A label that is neither there nor predicted has none. These are scikit-learn's "micro" and
+    "macro", which take a single label for two classes, and count a label that is absent as 0.
+
+    Args:
+        labels, predicted: bool [n, labels].
+    """
+    right = (labels & predicted).sum(0)
+    wrong = (labels ^ predicted).sum(0)
+    there = 2 * right + wrong  # 0 where a label is neither there nor predicted
+    micro = 2 * right.sum() / there.sum()
+    macro = (2 * right[there > 0] / there[there > 0]).mean()
+    return float(micro), float(macro)
 
 
 def _score_numbers(predictions: np.ndarray, labels: np.ndarray) -> dict[str, float]:

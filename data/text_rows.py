@@ -127,7 +127,8 @@ def _row(values: Sequence[Any], columns: Sequence[str], where: str) -> Row:
             return Row(texts, where, f"its {name} is {str(value)[:SHOWN]}, which is no text")
         if value is None or not value.strip():
             return Row(texts, where, f"its {name} is empty")
-        if not value.isascii() and any("\udc80" <= letter <= "\udcff" for letter in value):
+        # Half of a pair that JSON has escaped, or a byte that could not be decoded.
+        if not value.isascii() and any("\ud800" <= letter <= "\udfff" for letter in value):
             return Row(texts, where, f"its {name} is not UTF-8")
     return Row(texts, where)
 
@@ -178,7 +179,14 @@ def _separated(data: str, columns: Sequence[str]) -> Iterator[Row]:
 
 def _header(line: str, separator: str) -> list[str]:
     """Returns the names in the first line of a CSV file."""
-    return [name.strip() for name in next(csv.reader([line], delimiter=separator), [])]
+    try:
+        names = next(csv.reader([line], delimiter=separator), [])
+    except csv.Error as error:  # lines that \r alone ends, or one that is no header
+        raise InputError(
+            f"the header {line[:SHOWN]!r} cannot be read as CSV: {error}; "
+            "end its lines with \\n or \\r\\n"
+        ) from error
+    return [name.strip() for name in names]
 
 
 def _find_separator(line: str, columns: Sequence[str]) -> str:

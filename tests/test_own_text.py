@@ -228,6 +228,12 @@ def test_a_file_is_refused_with_its_line(name, tmp_path):
     assert len(str(refusal.value).splitlines()) == 1
 
 
+def test_a_header_whose_quote_does_not_end_is_refused(tmp_path):
+    path = write_text(tmp_path / "long.csv", '"review,stars\n' + "good,5\n" * 30_000)
+    with pytest.raises(InputError, match="long.csv.* there is no review"):
+        own_text.open_splits(str(path), STARS)
+
+
 def test_what_is_not_utf8_or_gzip_is_refused(tmp_path):
     latin = tmp_path / "latin.csv"
     latin.write_bytes("review,stars\nübel,1\n".encode("latin-1"))

@@ -350,10 +350,45 @@ def test_the_columns_of_the_training_are_the_default(tmp_path):
     data = write_pairs(tmp_path / "new.csv")
 
     found = answers_of(tmp_path / "export", data)
-    (one, *_) = answers_of(tmp_path / "export", data, text=("first",))
 
     assert found[0]["input"] == [PAIRS[0][1], PAIRS[0][0]]
-    assert one["input"] == PAIRS[0][0]
+    with pytest.raises(InputError, match="trained on second and first: give 2 column"):
+        answers_of(tmp_path / "export", data, text=("first",))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("mac.csv", "review,stars\rgood,5\r", "the header .* cannot be read as CSV.*end its lines"),
+        ("half.jsonl", '{"review": "nice \\ud83d"}\n', "its review is not UTF-8"),
+    ],
+)
+def test_files_that_would_be_a_traceback_are_refused(classifier, tmp_path, name, content, message):
+    data = tmp_path / name
+    data.write_bytes(content.encode())
+    with pytest.raises(InputError, match=message):
+        answers_of(classifier, data, text=("review",))
+
+
+def test_a_device_is_not_replaced_by_a_file():
+    with pytest.raises(InputError, match="--out is /dev/null, which is no file"):
+        predict.validate(predict.Config(model_dir="export", data="new.csv", out="/dev/null"))
+
+
+def test_a_full_standard_output_is_a_sentence(classifier, tmp_path):
+    data = write_lines(tmp_path / "new.txt", TEXTS)
+    arguments = ["new", "--model-dir", str(classifier), "--data", str(data), "--device", "cpu"]
+    with open("/dev/full", "wb") as full:
+        ran = subprocess.run(
+            [sys.executable, "-m", "train.predict", *arguments],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment(1),
+        )
+    assert ran.returncode == 2
+    assert "error: the standard output cannot be written: No space left on device" in ran.stderr
+    assert "Traceback" not in ran.stderr
 
 
 def test_labels_of_sentences_have_the_pipelines_probabilities(tmp_path):

@@ -362,6 +362,9 @@ def test_resnets_rate_rises_linearly_then_falls_as_half_a_cosine():
     found = rates(resnet50.learning_rate, without_warmup, [0, 50, 100], 10)
     assert_close(found, [0.2, 0.1, 0.0])
 
+    part_of_a_step = replace(config, warmup_epochs=0.05)  # half a step
+    assert_close(rates(resnet50.learning_rate, part_of_a_step, [0], 10), [0.2])
+
 
 def test_the_rate_of_pretraining_rises_and_falls_linearly():
     config = replace(pretrain.TINY, lr=0.5, steps=100, warmup_steps=20)

@@ -69,6 +69,8 @@ def test_classes_are_encoded_as_numbers():
         ([["a"], ["b"]], {}, "--objective multilabel"),
         (["1", "1.0", "2"], {}, "the classes 1, 1.0 in stars, which are the same number"),
         (list(range(51)), {}, "51 different numbers in stars.*--objective regression"),
+        ([*range(51), "N/A"], {}, "51 different numbers.*regression .after .* rows with N/A"),
+        (["5", "5.0", "unknown"], {}, "the classes 5, 5.0 in stars, which are the same number"),
         (["a", "b"], {"objective": "ranking"}, "objective is 'ranking'; expected one of classes"),
         (["a", "b"], {"objective": "multilabel"}, "x.csv, row 1 .*--separator"),
         ([1, 2], {"objective": "multilabel"}, "x.csv, row 1 has 1 as its labels"),
@@ -77,6 +79,7 @@ def test_classes_are_encoded_as_numbers():
         ([[], []], {"objective": "multilabel"}, "no label in any row of stars"),
         ([1, "many"], {"objective": "regression"}, "x.csv, row 2 has the label 'many'"),
         ([1, "inf"], {"objective": "regression"}, "x.csv, row 2 has the label 'inf'"),
+        ([1, "1e39"], {"objective": "regression"}, "x.csv, row 2 .*1e39.*float32 cannot hold"),
         ([1, True], {"objective": "regression"}, "x.csv, row 2 has the label True"),
         ([2, 2.0], {"objective": "regression"}, "one value as stars, 2, in all 2 rows"),
         ([], {}, "x.csv has no examples"),
@@ -227,6 +230,21 @@ def test_scores_of_labels_are_those_of_scikit_learn():
         precision = metrics.average_precision_score(labels[:, label], probabilities[:, label])
         precisions.append(precision)
     assert scores["average_precision"] == pytest.approx(np.mean(precisions))
+
+
+def test_a_single_label_is_scored_as_one_and_not_as_two_classes():
+    one = targets.Target("multilabel", ("urgent",))
+    labels = np.array([[1], [1], [0], [0]], np.float32)
+    never = targets.score(one, np.full((4, 1), -1, np.float32), labels)
+    once = targets.score(one, np.array([[1], [-1], [1], [-1]], np.float32), labels)
+    assert never["f1_micro"] == never["f1_macro"] == 0
+    assert once["f1_micro"] == once["f1_macro"] == metrics.f1_score([1, 1, 0, 0], [1, 0, 1, 0])
+
+
+def test_labels_that_are_not_there_do_not_lower_the_score():
+    labels = np.array([[1, 0, 0], [0, 1, 0]], np.float32)
+    scores = targets.score(TAGS, 2 * labels - 1, labels)
+    assert scores == {"f1_micro": 1.0, "f1_macro": 1.0, "average_precision": 1.0}
 
 
 def test_scores_of_numbers_are_those_of_scipy():

@@ -95,6 +95,11 @@ def _check_out(out: str) -> None:
     folder = os.path.dirname(out) or "."
     if os.path.isdir(out):
         raise InputError(f"--out is the folder {out}; give a file")
+    if os.path.exists(out) and not os.path.isfile(out):
+        raise InputError(
+            f"--out is {out}, which is no file and would be replaced by one; leave --out out and "
+            f"write > {out}"
+        )
     with contextlib.suppress(OSError):
         os.makedirs(folder, exist_ok=True)
     if not os.access(folder, os.W_OK):
@@ -241,7 +246,15 @@ class Writer:
             InputError: they cannot be written; or what making them raises.
         """
         if not self.config.out:
-            self._write_to(self.output, found)
+            try:
+                self._write_to(self.output, found)
+            except BrokenPipeError:
+                raise
+            except OSError as error:
+                _leave_standard_output()
+                raise InputError(
+                    f"the standard output cannot be written: {error.strerror}"
+                ) from error
             return
 
         folder, name = os.path.split(self.config.out)
@@ -299,7 +312,7 @@ def main(config: Config) -> None:
                 with contextlib.closing(found):
                     writer.write(found)
             except BrokenPipeError:  # `| head` has what it wants
-                _leave_closed_pipe()
+                _leave_standard_output()
                 return
         writer.say(model.notes)
         hooks.tell(
@@ -312,9 +325,9 @@ def main(config: Config) -> None:
         )
 
 
-def _leave_closed_pipe() -> None:
-    """Keeps Python from writing to the closed standard output once more when it ends, which it
-    would report."""
+def _leave_standard_output() -> None:
+    """Keeps Python from writing to the standard output once more when it ends: it is closed, or
+    full, and Python would report that."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, sys.__stdout__.fileno())
 

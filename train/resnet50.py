@@ -147,7 +147,8 @@ def learning_rate(config: Config, step: int, steps_per_epoch: int) -> float:
     warmup_steps = config.warmup_epochs * steps_per_epoch
     total_steps = config.epochs * steps_per_epoch
     if step < warmup_steps:
-        return peak * (step + 1) / warmup_steps
+        # A warm-up may end within a step, whose rate would exceed the peak.
+        return min(peak * (step + 1) / warmup_steps, peak)
 
     progress = (step - warmup_steps) / (total_steps - warmup_steps)
     return peak * 0.5 * (1 + math.cos(math.pi * progress))

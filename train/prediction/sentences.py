@@ -40,7 +40,13 @@ def opened(folder: str, config: Any) -> "Sentences":
     Raises:
         InputError: the export or the data cannot be read.
     """
-    columns = tuple(config.text) or _exported_columns(folder)
+    exported = _exported_columns(folder)
+    columns = tuple(config.text) or exported
+    if exported and len(columns) != len(exported):
+        raise InputError(
+            f"--text is {' '.join(columns)}; the model was trained on {' and '.join(exported)}: "
+            f"give {len(exported)} column(s)"
+        )
     rows = _rows(config.data or text_rows.STANDARD_INPUT, columns, bool(config.text))
     model = Sentences(folder, config)
     model.rows = rows
