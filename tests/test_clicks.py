@@ -294,6 +294,13 @@ def test_quotes_line_ends_and_marks_are_those_of_csv(tmp_path):
     assert values(path, "c") == pd.read_csv(path)["c"].tolist()
 
 
+def test_lines_that_a_carriage_return_ends_are_refused(tmp_path):
+    path = tmp_path / "mac.csv"
+    path.write_bytes(b"user,clicked\ra,1\rb,0\r")
+    with pytest.raises(InputError, match="mac.csv has a header that cannot be read.*end its lines"):
+        clicks.read_header(path, ["user"])
+
+
 @pytest.mark.parametrize("rows", [1, 7, 50, 1000])
 @pytest.mark.parametrize("name", ["log.csv.gz", "log.parquet"])
 def test_tables_have_the_rows_asked_for(tmp_path, monkeypatch, name, rows):
