@@ -516,18 +516,7 @@ def open_split(tables: Tables, split: str, columns: Columns) -> Labelled:
 
     scale = _find_scale(train.labels, target, train.table.path)
     side = train if split == "train" else evaluation
-    labels = side.labels
-    if target.objective == "regression":
-        labels = scale.to_units(labels)
-    return Labelled(
-        paths=side.table.pictures,
-        labels=labels,
-        target=target,
-        scale=scale,
-        source=side.source,
-        left_out=list(parts.left_out),
-        notes=notes,
-    )
+    return _labelled(side, target, scale, list(parts.left_out), notes)
 
 
 def find_evaluated(data: str) -> dict[str, str]:
@@ -582,6 +571,13 @@ def open_evaluation(
         side = _side(table, columns, target, _short(tables[wanted]))
         notes = [f"{unnamed:,} pictures beside it are not in {side.source}"] if unnamed else []
 
+    return _labelled(side, target, scale, [], notes)
+
+
+def _labelled(
+    side: _Side, target: targets.Target, scale: Scale, left_out: list[str], notes: list[str]
+) -> Labelled:
+    """Returns the pictures of a side; a regression's labels are in the unit of `scale`."""
     labels = side.labels
     if target.objective == "regression":
         labels = scale.to_units(labels)
@@ -591,7 +587,7 @@ def open_evaluation(
         target=target,
         scale=scale,
         source=side.source,
-        left_out=[],
+        left_out=left_out,
         notes=notes,
     )
 

@@ -26,7 +26,7 @@ from data import clicks, splits
 from data.clicks import BadRow, Names, Notes
 from data.prepare import pipeline
 from data.prepare.files import read_json, whole, write_json
-from data.prepare.pipeline import Preparation, expect
+from data.prepare.pipeline import Preparation, expect, write_rows
 from errors import InputError
 
 EVAL_SHARE = 0.1
@@ -745,18 +745,9 @@ def _write(chunk: Chunk, folder: Path, stamp: int, out: Path, written: Path) -> 
         if columns.has_bags:
             arrays["present"] = encoded["present"]
         for name, array in arrays.items():
-            _write_rows(out / f"{split}_{name}.npy", firsts[split], array)
+            write_rows(out / f"{split}_{name}.npy", firsts[split], array)
         counts[split] = notes.counts()
     write_json(written, counts)
-
-
-def _write_rows(path: Path, first: int, rows: np.ndarray) -> None:
-    """Writes rows into an .npy file that is there, from row `first` on."""
-    if not len(rows):
-        return
-    file = np.load(path, mmap_mode="r+")
-    file[first : first + len(rows)] = rows
-    file.flush()
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -37,7 +37,7 @@ from data.criteo import MLPERF_MAX_ROWS, NUM_DENSE, map_npz, text_files
 from data.leftovers import is_leftover
 from data.prepare import pipeline
 from data.prepare.files import read_json, write_json
-from data.prepare.pipeline import Preparation, expect, save_arrays
+from data.prepare.pipeline import Preparation, expect, save_arrays, write_rows
 from errors import InputError
 
 NUM_SPARSE = 26
@@ -492,8 +492,8 @@ def _write(chunk: Chunk, boundary: int, out: Path, hash_rows: int, written: Path
     train_rows = int(np.clip(boundary - chunk.offset, 0, len(ids)))
     first_eval_row = chunk.offset + train_rows - boundary
     for name, array in arrays.items():
-        _write_rows(out / f"train_{name}.npy", chunk.offset, array[:train_rows])
-        _write_rows(out / f"eval_{name}.npy", first_eval_row, array[train_rows:])
+        write_rows(out / f"train_{name}.npy", chunk.offset, array[:train_rows])
+        write_rows(out / f"eval_{name}.npy", first_eval_row, array[train_rows:])
     written.touch()
 
 
@@ -517,15 +517,6 @@ def _look_up(values: np.ndarray, vocabulary: dict[str, np.ndarray]) -> np.ndarra
         return np.full(len(values), RARE)
     nearest = np.searchsorted(known, values).clip(max=len(known) - 1)
     return np.where(known[nearest] == values, vocabulary["ids"][nearest], RARE)
-
-
-def _write_rows(path: Path, first: int, rows: np.ndarray) -> None:
-    """Writes rows into an .npy file that is there, from row `first` on."""
-    if not len(rows):
-        return
-    file = np.load(path, mmap_mode="r+")
-    file[first : first + len(rows)] = rows
-    file.flush()
 
 
 def _vocabulary_path(out: Path, feature: int) -> Path:

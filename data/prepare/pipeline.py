@@ -269,6 +269,15 @@ def _decompress(path: Path, plain: Path) -> None:
         shutil.copyfileobj(compressed, file, 1 << 20)
 
 
+def write_rows(path: Path, first: int, rows: np.ndarray) -> None:
+    """Writes rows into an .npy file that is there, from row `first` on."""
+    if not len(rows):
+        return
+    file = np.load(path, mmap_mode="r+")
+    file[first : first + len(rows)] = rows
+    file.flush()
+
+
 def save_arrays(path: Path, **arrays) -> None:
     """Writes an .npz file, whole or not at all."""
     with whole(path) as file:
