@@ -16,7 +16,6 @@ bag of such ids, which may be empty.
 """
 
 import contextlib
-import csv
 import dataclasses
 import gzip
 import io
@@ -31,6 +30,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from pyarrow import csv as arrow_csv
 
+from data import csv_text
 from data.prepare.files import read_json, whole, write_json
 from data.prepare.pipeline import reading_gz
 from errors import InputError
@@ -38,7 +38,6 @@ from errors import InputError
 FORMAT = 1  # of columns.json
 UNKNOWN = 0  # the id of a value that is rare, or was not seen in training
 
-SEPARATORS = (",", ";", "\t")  # of CSV files
 PARQUET = (".parquet", ".pq")  # how the names of parquet files end
 # Text of a CSV file that is parsed at once. No row may be longer.
 BLOCK_BYTES = 16 << 20
@@ -162,14 +161,8 @@ def _csv_header(path: Path, columns: Sequence[str]) -> Header:
         raise InputError(f"{path} is empty; expected a header with the names of the columns")
 
     headers = []
-    for separator in SEPARATORS:
-        try:
-            names = next(csv.reader([text], delimiter=separator), [])
-        except csv.Error as error:  # lines that \r alone ends, or one that is no header
-            raise InputError(
-                f"{path} has a header that cannot be read as CSV: {error}; "
-                "end its lines with \\n or \\r\\n"
-            ) from error
+    for separator in csv_text.SEPARATORS:
+        names = csv_text.header(text, separator, str(path))
         headers.append(Header(names, separator))
     return max(headers, key=lambda header: len(set(columns) & set(header.names)))
 

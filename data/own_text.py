@@ -31,7 +31,7 @@ from typing import Any
 
 import numpy as np
 
-from data import sentences, splits, targets
+from data import csv_text, sentences, splits, targets
 from data.remote import local_copy
 from errors import InputError
 
@@ -40,7 +40,6 @@ TABLE_KINDS = ("parquet", "arrow")
 KIND = re.compile(rf"\.(?:({'|'.join(TEXT_KINDS)})(?:\.gz)?|({'|'.join(TABLE_KINDS)}))$", re.I)
 EXPECTED = "expected CSV, TSV or JSON lines (.csv, .tsv, .jsonl, also with .gz), parquet or arrow"
 
-SEPARATORS = (",", ";", "\t")  # of the fields of a CSV or TSV file
 SAVED = "dataset_dict.json"  # in a folder that DatasetDict.save_to_disk has written
 SAVED_SPLIT = "state.json"  # in one that Dataset.save_to_disk has written
 
@@ -510,7 +509,7 @@ def _find_separator(text: str, path: Path, columns: Columns) -> str:
     """Returns the sign under which the first line has all columns that are needed."""
     csv.field_size_limit(max(csv.field_size_limit(), len(text)))  # a long text is no error
     most = []
-    for separator in SEPARATORS:
+    for separator in csv_text.SEPARATORS:
         # Not strict: under another sign than the file's, its quotes stand in wrong places.
         reader = csv.reader(io.StringIO(text, newline=""), delimiter=separator)
         header = next(filter(None, reader), [])
@@ -535,13 +534,7 @@ def _split_rows(text: str, separator: str, path: Path) -> Iterator[tuple[int, li
     reader = csv.reader(io.StringIO(text, newline=""), delimiter=separator, strict=True)
     while True:
         line = reader.line_num + 1
-        try:
-            fields = next(reader, None)
-        except csv.Error as error:
-            raise InputError(
-                f"{path} line {line} cannot be read as CSV: {error}; a field that begins with a "
-                'quote must end with one, and a quote in it is written twice: "say ""hello"""'
-            ) from error
+        fields = csv_text.next_row(reader, f"{path} line {line}")
         if fields is None:
             return
         if fields:

@@ -21,12 +21,12 @@ from typing import IO, Any
 
 import fsspec
 
+from data import csv_text
 from errors import InputError
 
 STANDARD_INPUT = "-"
 TABLE = re.compile(r"\.(csv|tsv|jsonl|ndjson|json|parquet)(\.gz)?$", re.IGNORECASE)
 TABLES = ".csv, .tsv, .jsonl or .parquet"
-SEPARATORS = (",", ";", "\t")  # of CSV files
 SHOWN = 60  # characters of a value in a message
 PARQUET_ROWS = 1024  # read at a time
 
@@ -170,28 +170,23 @@ def _separated(data: str, columns: Sequence[str]) -> Iterator[Row]:
             break
         skipped += 1
 
-    separator = _find_separator(header_line, columns)
-    names = _header(header_line, separator)
+    separator = _find_separator(header_line, columns, data)
+    names = _header(header_line, separator, data)
     _check_columns(data, columns, names)
     reader = csv.reader(content, delimiter=separator, strict=True)
     return _fields(reader, data, names, columns, lines_before=skipped + 1)
 
 
-def _header(line: str, separator: str) -> list[str]:
+def _header(line: str, separator: str, data: str) -> list[str]:
     """Returns the names in the first line of a CSV file."""
-    try:
-        names = next(csv.reader([line], delimiter=separator), [])
-    except csv.Error as error:  # lines that \r alone ends, or one that is no header
-        raise InputError(
-            f"the header {line[:SHOWN]!r} cannot be read as CSV: {error}; "
-            "end its lines with \\n or \\r\\n"
-        ) from error
-    return [name.strip() for name in names]
+    return [name.strip() for name in csv_text.header(line, separator, data)]
 
 
-def _find_separator(line: str, columns: Sequence[str]) -> str:
+def _find_separator(line: str, columns: Sequence[str], data: str) -> str:
     """Returns the sign under which a header has all columns, else the one that makes most."""
-    headers = {separator: _header(line, separator) for separator in SEPARATORS}
+    headers = {}
+    for separator in csv_text.SEPARATORS:
+        headers[separator] = _header(line, separator, data)
     for separator, names in headers.items():
         if columns and all(name in names for name in columns):
             return separator
@@ -205,13 +200,7 @@ def _fields(
     places = [names.index(name) for name in columns]
     while True:
         where = f"{data} line {lines_before + reader.line_num + 1}"
-        try:
-            fields = next(reader, None)
-        except csv.Error as error:
-            raise InputError(
-                f"{where} cannot be read as CSV: {error}; a field that begins with a quote must "
-                'end with one, and a quote in it is written twice: "say ""hello"""'
-            ) from error
+        fields = csv_text.next_row(reader, where)
         if fields is None:
             return
         if not fields:

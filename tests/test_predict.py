@@ -359,7 +359,11 @@ def test_the_columns_of_the_training_are_the_default(tmp_path):
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("mac.csv", "review,stars\rgood,5\r", "the header .* cannot be read as CSV.*end its lines"),
+        (
+            "mac.csv",
+            "review,stars\rgood,5\r",
+            "mac.csv has a header that cannot be read as CSV.*end its lines",
+        ),
         ("half.jsonl", '{"review": "nice \\ud83d"}\n', "its review is not UTF-8"),
     ],
 )

@@ -1,0 +1,42 @@
+"""What the readers of a user's CSV files share: the separators, and csv's errors as sentences."""
+
+import csv
+from typing import Any
+
+from errors import InputError
+
+SEPARATORS = (",", ";", "\t")
+
+
+def header(line: str, separator: str, where: str) -> list[str]:
+    """Returns the fields of a CSV file's first line.
+
+    Args:
+        where: the file, for messages.
+    Raises:
+        InputError: the line is no CSV, as where \\r alone ends the lines of the file.
+    """
+    try:
+        return next(csv.reader([line], delimiter=separator), [])
+    except csv.Error as error:
+        raise InputError(
+            f"{where} has a header that cannot be read as CSV: {error}; "
+            "end its lines with \\n or \\r\\n"
+        ) from error
+
+
+def next_row(reader: Any, where: str) -> list[str] | None:
+    """Returns the fields of the next row of a strict csv.reader; None after the last.
+
+    Args:
+        where: the file and the line, for messages.
+    Raises:
+        InputError: quotes that are not CSV's: read on, they would join or cut rows.
+    """
+    try:
+        return next(reader, None)
+    except csv.Error as error:
+        raise InputError(
+            f"{where} cannot be read as CSV: {error}; a field that begins with a quote must "
+            'end with one, and a quote in it is written twice: "say ""hello"""'
+        ) from error
