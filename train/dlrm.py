@@ -567,6 +567,8 @@ def main(config: Config) -> dict[str, float]:
         name=f"dlrm-{kind}",
         headline=headline,
         may_differ=MAY_CHANGE,
+        sources=splits.sources_of(*data),
+        older_sources=splits.sources_of(*data, of="older_source"),
         total_steps=total_steps,
     )
     if run.finished:
