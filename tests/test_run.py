@@ -194,6 +194,13 @@ def test_a_field_that_an_older_version_lacked_had_its_default(start, tmp_path):
     assert start(name="mine").resumed
 
 
+@pytest.mark.parametrize("name", ["a/b", "..", "."])
+def test_a_name_that_is_no_folder_is_refused(start, name):
+    sentence = f"--name {re.escape(name)} is not the name of one folder.*--runs"
+    with pytest.raises(InputError, match=sentence):
+        start(name=name)
+
+
 # The split of the data
 
 
@@ -257,16 +264,6 @@ def test_a_finished_run_that_recorded_no_split_stays_finished(start):
     without_sources(run)
 
     assert start(name="mine", sources=OFFICIAL, older_sources=BY_HASH).finished
-
-
-# Names
-
-
-@pytest.mark.parametrize("name", ["a/b", "..", "."])
-def test_a_name_that_is_no_folder_is_refused(start, name):
-    sentence = f"--name {re.escape(name)} is not the name of one folder.*--runs"
-    with pytest.raises(InputError, match=sentence):
-        start(name=name)
 
 
 # Files
