@@ -110,10 +110,11 @@ def _check_columns(data: str, columns: Sequence[str], names: Sequence[str]) -> N
             f"which column of {data} has the text is not known; {has}: "
             "name one by --text, or two of pairs"
         )
+    needed = "the two of a pair" if len(columns) == 2 else "that of the text"
     for name in columns:
         count = list(names).count(name)
         if count == 0:
-            raise InputError(f"{data} has no column {name}; {has}: name that of the text by --text")
+            raise InputError(f"{data} has no column {name}; {has}: name {needed} by --text")
         if count > 1:
             raise InputError(f"{data} has {count} columns {name}; rename all but one")
 

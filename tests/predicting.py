@@ -14,8 +14,9 @@ from model_helpers import randomized
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from data import glue, imagenet, vocabulary
-from models import classification, encoder_files, encoders
+from models import classification, encoder_files, encoder_layers, encoders
 from models.resnet import resnet
+from train import glue as glue_script
 from train import predict, resnet50
 
 POSITIONS = 32  # tokens that the small classifiers take
@@ -111,7 +112,7 @@ def write_classifier(
 
     Args:
         problem: transformers' problem_type, if it is not that of the labels.
-        columns: with the text, as an export of own data names them.
+        columns: with the text, as the export names them; (): it names none, as older ones.
     """
     tokenizer = tokenizer_of_texts()
     model = small_classifier(labels, tokenizer)
@@ -122,6 +123,14 @@ def write_classifier(
     if columns:
         content = {"text": list(columns), "label": "y", "objective": "classes", "separator": ""}
         (folder / "columns.json").write_text(json.dumps(content))
+
+
+def write_trial(folder: Path, mesh, task: str, lengths: Sequence[int]) -> None:
+    """Writes the export of train/glue.py for a trial of a task of GLUE, without its training."""
+    config = glue_script.validate(replace(glue_script.TINY, task=task, lengths=tuple(lengths)))
+    data = glue_script.open_data(config)
+    state = glue_script.State(encoder_layers.fast_layers(data.model), None)
+    glue_script.export(str(folder), state, data, mesh)
 
 
 def write_lines(path: Path, texts: Sequence[str]) -> Path:

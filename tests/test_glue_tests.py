@@ -242,6 +242,14 @@ def test_names_that_are_not_the_tasks_need_an_order(folder, tmp_path):
     assert [line[-1] for line in other["MRPC.tsv"][1:]] == swapped
 
 
+def test_a_model_of_single_texts_predicts_no_pairs(folder, tmp_path):
+    labels = ("not_equivalent", "equivalent")
+    write_classifier(tmp_path / "export", labels, columns=("text",))
+
+    with pytest.raises(InputError, match=r"mrpc has pairs .* was trained on single texts \(text\)"):
+        predicted(tmp_path / "export", folder, tmp_path / "out", task="mrpc")
+
+
 def test_a_regression_predicts_scores(folder, tmp_path):
     write_classifier(tmp_path / "export", ())
 

@@ -4,6 +4,7 @@ broken inputs. GLUE's test sets are in test_glue_tests.py.
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -29,6 +30,7 @@ from predicting import (
     write_lines,
     write_network,
     write_pictures,
+    write_trial,
 )
 from run_make import NOT_HANDED_ON, make
 from transformers import AutoModelForMaskedLM
@@ -273,7 +275,25 @@ def classifier(tmp_path_factory) -> Path:
     """The export of a small classifier of three classes."""
     torch.manual_seed(0)
     folder = tmp_path_factory.mktemp("classifier")
-    write_classifier(folder, NAMES)
+    write_classifier(folder, NAMES, columns=("text",))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def of_pairs(tmp_path_factory) -> Path:
+    """The export of a small classifier of pairs."""
+    torch.manual_seed(0)
+    folder = tmp_path_factory.mktemp("of_pairs")
+    write_classifier(folder, NAMES, columns=("first", "second"))
+    return folder
+
+
+@pytest.fixture
+def old(classifier, tmp_path) -> Path:
+    """The export of an older version, which does not say how many texts an example has."""
+    folder = tmp_path / "old"
+    shutil.copytree(classifier, folder)
+    (folder / "columns.json").unlink()
     return folder
 
 
@@ -335,14 +355,14 @@ def write_pairs(path: Path) -> Path:
 
 
 @pytest.mark.parametrize("name", ["new.csv", "new.tsv", "new.jsonl", "new.parquet"])
-def test_pairs_have_the_pipelines_probabilities(name, classifier, tmp_path):
+def test_pairs_have_the_pipelines_probabilities(name, of_pairs, tmp_path):
     data = write_pairs(tmp_path / name)
 
-    found = answers_of(classifier, data, text=("first", "second"))
+    found = answers_of(of_pairs, data, text=("first", "second"))
 
     assert [answer["input"] for answer in found] == [list(pair) for pair in PAIRS]
     inputs = [{"text": first, "text_pair": second} for first, second in PAIRS]
-    assert_by_pipeline(found, by_pipeline(classifier, inputs))
+    assert_by_pipeline(found, by_pipeline(of_pairs, inputs))
 
 
 def test_the_columns_of_the_training_are_the_default(tmp_path):
@@ -352,8 +372,55 @@ def test_the_columns_of_the_training_are_the_default(tmp_path):
     found = answers_of(tmp_path / "export", data)
 
     assert found[0]["input"] == [PAIRS[0][1], PAIRS[0][0]]
-    with pytest.raises(InputError, match="trained on second and first: give 2 column"):
-        answers_of(tmp_path / "export", data, text=("first",))
+
+
+def test_one_text_is_no_pair_and_a_pair_not_one_text(classifier, of_pairs, tmp_path):
+    data = write_pairs(tmp_path / "new.csv")
+    one = r"takes pairs \(first and second\): name 2, as --text first second$"
+    with pytest.raises(InputError, match=one):
+        answers_of(of_pairs, data, text=("first",))
+
+    two = r"takes single texts \(text\): name 1, as --text text$"
+    with pytest.raises(InputError, match=two):
+        answers_of(classifier, data, text=("first", "second"))
+
+
+@pytest.mark.parametrize(
+    ("task", "columns"), [("mrpc", ("sentence1", "sentence2")), ("sst2", ("sentence",))]
+)
+def test_an_export_of_glue_says_what_an_example_is(task, columns, mesh, tmp_path):
+    write_trial(tmp_path / "export", mesh, task, (16, 32))
+    lines = write_lines(tmp_path / "new.txt", TEXTS)
+    rows = [dict.fromkeys(("sentence", "sentence1", "sentence2"), text) for text in TEXTS]
+    table = write_lines(tmp_path / "new.jsonl", map(json.dumps, rows))
+
+    found = answers_of(tmp_path / "export", table)
+
+    inputs = [[text] * len(columns) for text in TEXTS]
+    assert [answer["input"] for answer in found] == (inputs if len(columns) == 2 else TEXTS)
+    if len(columns) == 2:
+        with pytest.raises(InputError, match="takes pairs .* has a text a line; expected a file"):
+            answers_of(tmp_path / "export", lines)
+    else:
+        assert_alike(answers_of(tmp_path / "export", lines), found)
+
+
+def test_an_old_export_predicts_with_a_note(old, classifier, tmp_path, capsys):
+    data = write_lines(tmp_path / "new.txt", TEXTS)
+    table = write_pairs(tmp_path / "new.csv")
+
+    code, found, error = in_process(capsys, old, data)
+
+    assert code == 0
+    assert_alike(found, answers_of(classifier, data))
+    assert error.startswith(f"{old} has no columns.json, so it does not say whether it was ")
+    _, _, error = in_process(capsys, classifier, data)
+    assert error == ""
+    _, found, error = in_process(capsys, old, table, "--text", "first", "second")
+    assert [answer["input"] for answer in found] == [list(pair) for pair in PAIRS]
+    assert error == ""
+    with pytest.raises(InputError, match="has the columns .*: name one by --text, or two of pairs"):
+        answers_of(old, table)
 
 
 @pytest.mark.parametrize(
@@ -490,7 +557,7 @@ def test_a_broken_row_is_named_and_passed_over(
 
 # A file's name and content, the flags, and the sentence.
 REFUSED_DATA = [
-    ("x.csv", b"review,stars\na,1\n", [], "it has the columns review, stars: name one by --text"),
+    ("x.csv", b"review,stars\na,1\n", [], "it has the columns review, stars: name that of the"),
     ("x.csv", b"review,stars\na,1\n", ["--text", "text"], "no column text; it has the columns rev"),
     ("x.csv", b"a,a\n1,2\n", ["--text", "a"], "has 2 columns a; rename"),
     ("x.csv", b't\n"a"b\n', ["--text", "t"], "line 2 cannot be read as CSV"),
@@ -521,7 +588,7 @@ def test_a_model_of_pairs_takes_no_lines(tmp_path):
     write_classifier(tmp_path / "export", NAMES, columns=("first", "second"))
     data = write_lines(tmp_path / "new.txt", TEXTS)
 
-    with pytest.raises(InputError, match="takes pairs, first and second, .* a text a line"):
+    with pytest.raises(InputError, match=r"takes pairs \(first and second\), .* a text a line"):
         answers_of(tmp_path / "export", data)
 
 

@@ -96,6 +96,7 @@ MAY_CHANGE = ("workers", "log_every", "save_every", "strict", "layout", "safe_fo
 REQUIRED = ("group_by_length",)
 # Flags that count beside --evaluate: they change no number beyond rounding.
 EVALUATED_WITH = ("batch_size", "update_every")
+COLUMNS = "columns.json"  # of an export: what `make predict` needs to know of the training
 ADAM_EPS = 1e-6  # of BERT's and DistilBERT's code, and in RoBERTa's and XLNet's papers
 SYNTHETIC_WORDS = 400  # a trial's largest vocabulary
 SYNTHETIC_INIT = 0.05  # the spread of a trial's new weights
@@ -543,16 +544,15 @@ def evaluate_run(config: Config, mesh: Mesh) -> dict[str, float]:
 
 
 def export(folder: str, state: State, data: Data, mesh: Mesh) -> None:
-    """Writes what transformers' `pipeline("text-classification", model=folder)` loads; of the
-    user's own data also their columns."""
+    """Writes what transformers' `pipeline("text-classification", model=folder)` loads; and
+    COLUMNS, which says what the examples of the training were."""
     weights = checkpoint.to_host(state.model.state_dict(), mesh.layers, mesh.main_process)
     if not mesh.main_process:
         return
 
     def save(local: str) -> None:
         encoder_files.save(local, state.model, weights, data.tokenizer)
-        if data.task.columns is not None:
-            Path(local, "columns.json").write_text(json.dumps(data.task.columns, indent=1) + "\n")
+        Path(local, COLUMNS).write_text(json.dumps(data.task.columns, indent=1) + "\n")
 
     files.write_folder(folder, save)
 

@@ -5,7 +5,10 @@ import itertools
 import json
 import math
 import os
+import shlex
+import sys
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -32,6 +35,36 @@ ROWS_MULTIPLE = 8  # of a batch, so that batches are the same on 1, 2, 4 and 8 d
 MOST_BATCHES = 32
 LONGEST = 1 << 16  # tokens, where neither the model nor its tokenizer has an end
 HEAD = "ForSequenceClassification"
+TABLE_EXPECTED = f"expected a file whose name ends with {text_rows.TABLES}"
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What an export says of the examples that it was trained on.
+
+    Attributes:
+        text: the columns of an example, one or two; (): it does not say, as exports of older
+            versions and of other programs.
+    """
+
+    text: tuple[str, ...] = ()
+
+
+def read_trained(folder: str) -> Trained:
+    """Returns what an export says of its examples; raises InputError where that is damaged."""
+    path = os.path.join(folder, script.COLUMNS)
+    if not os.path.exists(path):
+        return Trained()
+    try:
+        with open(path, encoding="utf-8") as file:
+            content = json.load(file)
+    except (OSError, ValueError) as error:
+        raise InputError(f"{path} is damaged: {error}; copy the export again") from error
+
+    text = content.get("text") if isinstance(content, dict) else None
+    if not isinstance(text, list) or len(text) not in (1, 2):
+        raise InputError(f"{path} names no columns of text; copy the export again")
+    return Trained(text=tuple(text))
 
 
 def opened(folder: str, config: Any) -> "Sentences":
@@ -40,49 +73,63 @@ def opened(folder: str, config: Any) -> "Sentences":
     Raises:
         InputError: the export or the data cannot be read.
     """
-    exported = _exported_columns(folder)
-    columns = tuple(config.text) or exported
-    if exported and len(columns) != len(exported):
-        raise InputError(
-            f"--text is {' '.join(columns)}; the model was trained on {' and '.join(exported)}: "
-            f"give {len(exported)} column(s)"
-        )
-    rows = _rows(config.data or text_rows.STANDARD_INPUT, columns, bool(config.text))
+    trained = read_trained(folder)
+    rows = _rows(config, trained)
     model = Sentences(folder, config)
     model.rows = rows
+    if not trained.text and not config.text:
+        print(
+            f"{config.model_dir} has no {script.COLUMNS}, so it does not say whether it was "
+            "trained on pairs: each line is taken for a single text; give pairs as two columns, "
+            "by --text",
+            file=sys.stderr,
+            flush=True,
+        )
     return model
 
 
-def _rows(data: str, columns: Sequence[str], stated: bool) -> Iterator[Row]:
+def _rows(config: Any, trained: Trained) -> Iterator[Row]:
     """Opens the texts of --data.
 
-    Args:
-        columns: with the texts; (): not known.
-        stated: whether the user has named them; otherwise the export does.
+    Raises:
+        InputError: they cannot be opened; or the model takes pairs and they are none, or the other
+            way round.
     """
-    if len(columns) > 2:
-        raise InputError(f"--text is {' '.join(columns)}; give one column, or two of pairs")
+    data = config.data or text_rows.STANDARD_INPUT
+    if config.text:
+        _check_stated(config.text, data, trained)
+    columns = config.text or trained.text
     if text_rows.is_table(data):
         return text_rows.rows(data, columns)
 
-    expected = f"expected a file whose name ends with {text_rows.TABLES}"
-    if stated:
-        raise InputError(f"--text is {' '.join(columns)}, and {data} has no columns; {expected}")
     if len(columns) == 2:
         raise InputError(
-            f"the model takes pairs, {columns[0]} and {columns[1]}, and {data} has a text a line; "
-            f"{expected}"
+            f"the model takes {described(columns)}, and {data} has a text a line; "
+            f"{TABLE_EXPECTED}, with these columns or two that --text names"
         )
     return text_rows.lines(data)
 
 
-def _exported_columns(folder: str) -> tuple[str, ...]:
-    """Returns the columns of the text that an export of a user's own data names; () without."""
-    path = os.path.join(folder, "columns.json")
-    if not os.path.exists(path):
-        return ()
-    with open(path, encoding="utf-8") as file:
-        return tuple(json.load(file)["text"])
+def _check_stated(columns: Sequence[str], data: str, trained: Trained) -> None:
+    """Raises InputError where --text does not fit the data or the model."""
+    if len(columns) > 2:
+        raise InputError(f"--text is {' '.join(columns)}; give one column, or two of pairs")
+    if trained.text and len(columns) != len(trained.text):
+        raise InputError(
+            f"--text names {described(columns)}, and the model takes {described(trained.text)}: "
+            f"name {len(trained.text)}, as --text {shlex.join(trained.text)}"
+        )
+    if not text_rows.is_table(data):
+        raise InputError(
+            f"--text is {' '.join(columns)}, and {data} has no columns; {TABLE_EXPECTED}"
+        )
+
+
+def described(columns: Sequence[str]) -> str:
+    """Returns in words what an example of these columns is."""
+    if len(columns) == 2:
+        return f"pairs ({columns[0]} and {columns[1]})"
+    return f"single texts ({columns[0]})"
 
 
 class Sentences:

@@ -40,6 +40,7 @@ class Submission:
         self.config = config
         task = glue.find_task(config.task)
         stated = heads.parse_labels(config.labels, task.labels) if config.labels else ()
+        _check_pairs(folder, config, task)
         self.sets = glue_tests.read(config.data, task.name)
         self._model = sentences.Sentences(folder, config, task.labels, stated)
         self._model.rows = itertools.chain.from_iterable(map(_rows, self.sets))
@@ -76,6 +77,16 @@ class Submission:
 
         files.write_folder(self.config.out, save)
         return sum(map(len, self.sets))
+
+
+def _check_pairs(folder: str, config: Any, task: glue.Task) -> None:
+    """Raises InputError where a model takes pairs and the task has none, or the other way round."""
+    trained = sentences.read_trained(folder)
+    if trained.text and len(trained.text) != len(task.columns):
+        raise InputError(
+            f"--task {task.name} has {sentences.described(task.columns)}, and {config.model_dir} "
+            f"was trained on {sentences.described(trained.text)}; give an export of that task"
+        )
 
 
 def _rows(test_set: glue_tests.TestSet) -> Iterator[Row]:
