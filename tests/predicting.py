@@ -3,7 +3,7 @@
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
@@ -106,13 +106,18 @@ def small_classifier(labels: Sequence[str], tokenizer: PreTrainedTokenizerBase) 
 
 
 def write_classifier(
-    folder: Path, labels: Sequence[str], problem: str = "", columns: Sequence[str] = ()
+    folder: Path,
+    labels: Sequence[str],
+    problem: str = "",
+    columns: Sequence[str] = (),
+    max_length: int = POSITIONS,
 ) -> None:
     """Writes the export of a small BERT.
 
     Args:
         problem: transformers' problem_type, if it is not that of the labels.
         columns: with the text, as the export names them; (): it names none, as older ones.
+        max_length: tokens to which the evaluation cut a text, as it says beside these.
     """
     tokenizer = tokenizer_of_texts()
     model = small_classifier(labels, tokenizer)
@@ -122,15 +127,21 @@ def write_classifier(
     encoder_files.save(str(folder), model, model.state_dict(), tokenizer)
     if columns:
         content = {"text": list(columns), "label": "y", "objective": "classes", "separator": ""}
+        content["max_length"] = max_length
         (folder / "columns.json").write_text(json.dumps(content))
 
 
-def write_trial(folder: Path, mesh, task: str, lengths: Sequence[int]) -> None:
-    """Writes the export of train/glue.py for a trial of a task of GLUE, without its training."""
+def write_trial(run: Path, mesh, task: str, lengths: Sequence[int]) -> Path:
+    """Writes a finished run of train/glue.py, a trial of a task of GLUE whose weights are random;
+    returns its export. The model takes POSITIONS tokens, whatever the lengths are."""
     config = glue_script.validate(replace(glue_script.TINY, task=task, lengths=tuple(lengths)))
-    data = glue_script.open_data(config)
-    state = glue_script.State(encoder_layers.fast_layers(data.model), None)
-    glue_script.export(str(folder), state, data, mesh)
+    data = glue_script.open_data(replace(config, lengths=(POSITIONS,)))
+    model = encoder_layers.fast_layers(randomized(data.model))
+    state = glue_script.State(model, optimizer=None)
+    glue_script.export(f"{run}/export", state, data, config, mesh)
+    (run / "config.json").write_text(json.dumps({"config": asdict(config)}))
+    (run / "summary.json").write_text("{}")
+    return run / "export"
 
 
 def write_lines(path: Path, texts: Sequence[str]) -> Path:

@@ -645,7 +645,7 @@ def export(request, mesh, tmp_path_factory) -> Export:
     config = glue_script.validate(replace(glue_script.TINY, model=request.param))
     data = glue_script.open_data(config)
     state = glue_script.State(encoder_layers.fast_layers(data.model), None)
-    glue_script.export(str(folder), state, data, mesh)
+    glue_script.export(str(folder), state, data, config, mesh)
     return Export(kind=request.param, folder=folder)
 
 

@@ -3,7 +3,9 @@ broken inputs. GLUE's test sets are in test_glue_tests.py.
 """
 
 import json
+import math
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -35,10 +37,11 @@ from predicting import (
 from run_make import NOT_HANDED_ON, make
 from transformers import AutoModelForMaskedLM
 
-from data import pictures, text_rows
+from data import glue, pictures, text_rows
 from errors import InputError
 from models import encoder_files
 from tpu.accept.children import read_report
+from train import glue as glue_script
 from train import predict
 from train.common import device
 
@@ -389,20 +392,20 @@ def test_one_text_is_no_pair_and_a_pair_not_one_text(classifier, of_pairs, tmp_p
     ("task", "columns"), [("mrpc", ("sentence1", "sentence2")), ("sst2", ("sentence",))]
 )
 def test_an_export_of_glue_says_what_an_example_is(task, columns, mesh, tmp_path):
-    write_trial(tmp_path / "export", mesh, task, (16, 32))
+    export = write_trial(tmp_path, mesh, task, (16, 32))
     lines = write_lines(tmp_path / "new.txt", TEXTS)
     rows = [dict.fromkeys(("sentence", "sentence1", "sentence2"), text) for text in TEXTS]
     table = write_lines(tmp_path / "new.jsonl", map(json.dumps, rows))
 
-    found = answers_of(tmp_path / "export", table)
+    found = answers_of(export, table)
 
     inputs = [[text] * len(columns) for text in TEXTS]
     assert [answer["input"] for answer in found] == (inputs if len(columns) == 2 else TEXTS)
     if len(columns) == 2:
         with pytest.raises(InputError, match="takes pairs .* has a text a line; expected a file"):
-            answers_of(tmp_path / "export", lines)
+            answers_of(export, lines)
     else:
-        assert_alike(answers_of(tmp_path / "export", lines), found)
+        assert_alike(answers_of(export, lines), found)
 
 
 def test_an_old_export_predicts_with_a_note(old, classifier, tmp_path, capsys):
@@ -493,6 +496,48 @@ def test_long_texts_are_cut_and_counted(classifier, tmp_path, capsys):
     assert code == 0
     assert "2 texts were cut to the 32 tokens that the model takes" in error
     assert_by_pipeline(found, by_pipeline(classifier, texts))
+
+
+def test_texts_are_cut_as_in_the_evaluation_of_the_run(mesh, tmp_path, capsys):
+    export = write_trial(tmp_path / "run", mesh, "sst2", (8, 12))
+    expected = glue_script.main(glue_script.Config(evaluate=str(tmp_path / "run"), device="cpu"))
+    (cut,) = re.findall(r"\((\d+) cut to 12 tokens\)", capsys.readouterr().out)
+    examples = glue.read("synthetic", "sst2", "validation")
+    data = write_lines(tmp_path / "new.txt", examples.first)
+    labels = [glue.TASKS["sst2"].labels[label] for label in examples.labels]
+
+    code, found, error = in_process(capsys, export, data)
+
+    assert code == 0
+    assert loss_of(found, labels) == pytest.approx(expected["loss"], abs=1e-5)
+    assert f"{cut} texts were cut to 12 tokens, as in the evaluation" in error
+    assert "--max-length takes up to 32" in error
+
+    _, shorter, error = in_process(capsys, export, data, "--max-length", 10)
+    assert abs(loss_of(shorter, labels) - expected["loss"]) > 1e-3
+    assert "texts were cut to 10 tokens, as --max-length says" in error
+
+
+def loss_of(found: list[dict], labels: list[str]) -> float:
+    """Returns the mean cross-entropy of answers."""
+    losses = []
+    for answer, label in zip(found, labels, strict=True):
+        probabilities = {one["label"]: one["probability"] for one in answer["top"]}
+        losses.append(-math.log(probabilities[label]))
+    return sum(losses) / len(losses)
+
+
+def test_a_text_is_not_cut_where_the_model_ends_later(tmp_path, classifier):
+    write_classifier(tmp_path / "export", NAMES, columns=("text",), max_length=10)
+    data = write_lines(tmp_path / "new.txt", TEXTS)
+    whole = by_pipeline(tmp_path / "export", TEXTS)
+
+    assert_by_pipeline(answers_of(tmp_path / "export", data, max_length=32), whole)
+    cut = by_pipeline(tmp_path / "export", TEXTS, max_length=10)
+    assert_by_pipeline(answers_of(tmp_path / "export", data), cut)
+    assert cut != whole
+    with pytest.raises(InputError, match="--max-length is 33; the model .* takes at most 32 tok"):
+        answers_of(tmp_path / "export", data, max_length=33)
 
 
 def test_the_first_answers_come_before_the_end_of_the_input(classifier, monkeypatch):
@@ -663,6 +708,7 @@ def test_a_folder_that_predicts_nothing_is_refused(which, tmp_path):
         ("", "--model-dir is missing"),
         ("--model-dir x --top 0", "--top is 0; it must be at least 1"),
         ("--model-dir x --lengths 64 32", "--lengths are .*must rise"),
+        ("--model-dir x --max-length 7", "--max-length is 7; it must be at least 8"),
         ("--model-dir x --data y --labels a,b", "--labels is a,b; it is for --task"),
         ("--model-dir x --data y --out .", "--out is the folder ., give a file|give a file"),
         ("--model-dir x --data y --out /proc/x/y", "/proc/x cannot be written"),

@@ -543,16 +543,18 @@ def evaluate_run(config: Config, mesh: Mesh) -> dict[str, float]:
     return run.record(config, mesh, examples, metrics)
 
 
-def export(folder: str, state: State, data: Data, mesh: Mesh) -> None:
+def export(folder: str, state: State, data: Data, config: Config, mesh: Mesh) -> None:
     """Writes what transformers' `pipeline("text-classification", model=folder)` loads; and
-    COLUMNS, which says what the examples of the training were."""
+    COLUMNS, which says what the examples of the training were, and where they were cut."""
     weights = checkpoint.to_host(state.model.state_dict(), mesh.layers, mesh.main_process)
     if not mesh.main_process:
         return
 
+    examples = {**data.task.columns, "max_length": config.lengths[-1]}
+
     def save(local: str) -> None:
         encoder_files.save(local, state.model, weights, data.tokenizer)
-        Path(local, COLUMNS).write_text(json.dumps(data.task.columns, indent=1) + "\n")
+        Path(local, COLUMNS).write_text(json.dumps(examples, indent=1) + "\n")
 
     files.write_folder(folder, save)
 
@@ -676,7 +678,7 @@ def main(config: Config) -> dict[str, float]:
         run.checkpoints.wait()
         if not metrics:  # the run ended after the last step, before the export
             metrics = evaluate(eval_fn, state, data, config, mesh)
-        export(f"{run.path}/export", state, data, mesh)
+        export(f"{run.path}/export", state, data, config, mesh)
         run.finish(metrics)
     return metrics
 

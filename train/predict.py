@@ -46,6 +46,7 @@ class Config:
     top: int = 5  # most probable classes that are given
     image_size: int = 0  # pixels, of exports that do not say them; 0: the export's
     skip_broken: bool = False  # inputs that cannot be read get an error, and are counted; else stop
+    max_length: int = 0  # tokens that a text is cut to; 0: those of the run's evaluation
     batch_size: int = 0  # inputs per batch, over all devices; 0: 64 pictures, 32 texts, 4096 clicks
     lengths: tuple[int, ...] = (32, 64, 128)  # tokens: a compiled shape each; then they double
     precision: Literal["bfloat16", "float32", "fast_float32"] = "bfloat16"  # train/common/device.py
@@ -76,6 +77,8 @@ def validate(config: Config) -> None:
     cli.at_least(config, -1, "workers")
     if config.image_size:
         cli.at_least(config, 32, "image_size")
+    if config.max_length:
+        cli.at_least(config, 8, "max_length")
     rising = list(config.lengths) == sorted(set(config.lengths))
     if not config.lengths or not rising or config.lengths[0] < 8:
         raise InputError(f"--lengths are {config.lengths}; they must rise and be at least 8")

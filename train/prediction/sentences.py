@@ -45,9 +45,11 @@ class Trained:
     Attributes:
         text: the columns of an example, one or two; (): it does not say, as exports of older
             versions and of other programs.
+        max_length: tokens to which the run's evaluation cut an example; 0: it does not say.
     """
 
     text: tuple[str, ...] = ()
+    max_length: int = 0
 
 
 def read_trained(folder: str) -> Trained:
@@ -61,10 +63,17 @@ def read_trained(folder: str) -> Trained:
     except (OSError, ValueError) as error:
         raise InputError(f"{path} is damaged: {error}; copy the export again") from error
 
-    text = content.get("text") if isinstance(content, dict) else None
-    if not isinstance(text, list) or len(text) not in (1, 2):
-        raise InputError(f"{path} names no columns of text; copy the export again")
-    return Trained(text=tuple(text))
+    if not isinstance(content, dict):
+        content = {}
+    text = content.get("text")
+    max_length = content.get("max_length", 0)
+    names_text = isinstance(text, list) and len(text) in (1, 2)
+    if not names_text or not isinstance(max_length, int):
+        raise InputError(
+            f"{path} is damaged: expected one or two columns as text, and a number as max_length; "
+            "copy the export again"
+        )
+    return Trained(tuple(text), max_length)
 
 
 def opened(folder: str, config: Any) -> "Sentences":
@@ -142,7 +151,8 @@ class Sentences:
     Attributes:
         rows: what is to be predicted.
         answers: what turns logits into answers.
-        cut: how many texts were longer than the model takes, so far.
+        limit: tokens that a text is cut to.
+        cut: how many texts were longer, so far.
     """
 
     def __init__(
@@ -169,7 +179,13 @@ class Sentences:
         objective = _objective(settings)
         own_names = [str(settings.id2label[index]) for index in range(settings.num_labels)]
         self.answers = answers.of_objective(objective, own_names, config.top)
-        self.limit = _limit(self._model, self.tokenizer)
+        self._most = _most_tokens(self._model, self.tokenizer)
+        self.limit = config.max_length or read_trained(folder).max_length or self._most
+        if self.limit > self._most:
+            raise InputError(
+                f"--max-length is {self.limit}; the model of {config.model_dir} takes at most "
+                f"{self._most} tokens"
+            )
         self._sizes = _sizes(config.lengths, self.limit)
         self._step = None
 
@@ -178,7 +194,14 @@ class Sentences:
         """Sentences for the user."""
         if not self.cut:
             return []
-        return [f"{self.cut:,} texts were cut to the {self.limit} tokens that the model takes"]
+        if self.limit == self._most:
+            return [f"{self.cut:,} texts were cut to the {self.limit} tokens that the model takes"]
+        if self.config.max_length:
+            return [f"{self.cut:,} texts were cut to {self.limit} tokens, as --max-length says"]
+        return [
+            f"{self.cut:,} texts were cut to {self.limit} tokens, as in the evaluation of the run; "
+            f"--max-length takes up to {self._most}"
+        ]
 
     def pieces(self, mesh: Mesh) -> Iterator[Piece]:
         """Yields the rows in chunks, whose outputs the device computes."""
@@ -308,7 +331,7 @@ def _objective(settings: PreTrainedConfig) -> str:
     return "classes"
 
 
-def _limit(model: PreTrainedModel, tokenizer: Any) -> int:
+def _most_tokens(model: PreTrainedModel, tokenizer: Any) -> int:
     """Returns the tokens of the longest text that a model takes."""
     return int(min(architectures.positions(model), tokenizer.model_max_length, LONGEST))
 
