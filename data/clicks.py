@@ -196,7 +196,8 @@ def read_tables(path: Path, columns: Sequence[str], rows: int) -> Iterator[pa.Ta
     A table has `rows` rows, the last one may have fewer. The columns of a CSV file are text, which
     is checked by `typed`. No more than one table, and one block of BLOCK_BYTES, is in memory.
 
-    Raises InputError: the file cannot be read, or a row has another number of columns.
+    Raises InputError, after the rows before: the file cannot be read on, or a row has another
+    number of columns.
     """
     header = read_header(path, columns)
     batches = _parquet_batches(path, columns, rows)
@@ -205,14 +206,19 @@ def read_tables(path: Path, columns: Sequence[str], rows: int) -> Iterator[pa.Ta
 
     waiting = []
     count = 0
-    for batch in batches:
-        waiting.append(pa.Table.from_batches([batch]))
-        count += batch.num_rows
-        while count >= rows:
-            table = pa.concat_tables(waiting)
-            yield table.slice(0, rows)
-            waiting = [table.slice(rows)]
-            count -= rows
+    try:
+        for batch in batches:
+            waiting.append(pa.Table.from_batches([batch]))
+            count += batch.num_rows
+            while count >= rows:
+                table = pa.concat_tables(waiting)
+                yield table.slice(0, rows)
+                waiting = [table.slice(rows)]
+                count -= rows
+    except InputError:
+        if count:
+            yield pa.concat_tables(waiting)
+        raise
     if count:
         yield pa.concat_tables(waiting)
 
@@ -224,12 +230,14 @@ def _parquet_batches(path: Path, columns: Sequence[str], rows: int) -> Iterator[
 
 
 def _csv_batches(path: Path, columns: Sequence[str], header: Header) -> Iterator[pa.RecordBatch]:
-    """Yields the rows of a CSV file in batches of BLOCK_BYTES of text, each value as its bytes."""
-    malformed = []
+    """Yields the rows of a CSV file in batches of BLOCK_BYTES of text, each value as its bytes; and
+    those before one with another number of columns, which is an error."""
+    malformed = None  # the first
 
     def note(row: arrow_csv.InvalidRow) -> str:
-        malformed.append(row)
-        return "error"
+        nonlocal malformed
+        malformed = malformed or row
+        return "skip"  # an error would end its block, with the rows before it
 
     read_options = arrow_csv.ReadOptions(use_threads=False, block_size=BLOCK_BYTES)
     parse_options = arrow_csv.ParseOptions(
@@ -243,21 +251,30 @@ def _csv_batches(path: Path, columns: Sequence[str], header: Header) -> Iterator
         strings_can_be_null=False,
         include_columns=list(columns),
     )
+    count = 0
     with _open_csv(path) as file:
         try:
-            yield from arrow_csv.open_csv(file, read_options, parse_options, convert_options)
+            for batch in arrow_csv.open_csv(file, read_options, parse_options, convert_options):
+                before = None
+                if malformed is not None:
+                    before = malformed.number - 2  # the header has the number 1
+                    batch = batch.slice(0, before - count)
+                count += batch.num_rows
+                yield batch
+                if count == before:
+                    break
         except pa.ArrowInvalid as error:
-            raise InputError(_why_malformed(path, error, malformed)) from error
-
-
-def _why_malformed(path: Path, error: pa.ArrowInvalid, malformed: list) -> str:
-    """Returns the sentence on a CSV file that pyarrow cannot parse."""
-    if malformed:
-        row = malformed[0]
-        return (
-            f"{path} row {row.number - 1} has {row.actual_columns} columns instead of "
-            f"{row.expected_columns}: {_cut(row.text, 80)!r}; fix or remove it"
+            if malformed is None:
+                raise InputError(_why_unreadable(path, error)) from error
+    if malformed is not None:
+        raise InputError(
+            f"{path} row {malformed.number - 1} has {malformed.actual_columns} columns instead of "
+            f"{malformed.expected_columns}: {_cut(malformed.text, 80)!r}; fix or remove it"
         )
+
+
+def _why_unreadable(path: Path, error: pa.ArrowInvalid) -> str:
+    """Returns the sentence on a CSV file that pyarrow cannot parse."""
     if "straddling" in str(error):
         return (
             f"{path} has a row of more than {BLOCK_BYTES} bytes; "

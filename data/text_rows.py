@@ -81,13 +81,26 @@ def rows(data: str, columns: Sequence[str]) -> Iterator[Row]:
 
 
 def chunks(found: Iterable[Row], sizes: Iterable[int]) -> Iterator[list[Row]]:
-    """Yields rows in lists of these sizes; the last one may be shorter."""
+    """Yields rows in lists of these sizes; the last one may be shorter.
+
+    Raises what reading a row raises, after the rows before it.
+    """
     found = iter(found)
     for size in sizes:
-        chunk = list(itertools.islice(found, size))
+        chunk = []
+        failure = None
+        try:
+            for row in itertools.islice(found, size):
+                chunk.append(row)
+        except InputError as error:
+            failure = error
+
+        if chunk:
+            yield chunk
+        if failure is not None:
+            raise failure
         if not chunk:
             return
-        yield chunk
 
 
 def _opened(data: str) -> IO[bytes]:

@@ -8,12 +8,14 @@ from pathlib import Path
 
 import numpy as np
 import PIL.Image
+import pytest
 import torch
 from image_files import picture
 from model_helpers import randomized
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from data import glue, imagenet, vocabulary
+from errors import InputError
 from models import classification, encoder_files, encoder_layers, encoders
 from models.resnet import resnet
 from train import glue as glue_script
@@ -37,6 +39,17 @@ def answers_of(folder: Path | str, data: Path | str, **flags) -> list[dict]:
     options = {"precision": "float32", "device": "cpu", "workers": 0, **flags}
     config = predict.Config(model_dir=str(folder), data=str(data), **options)
     return list(predict.answers(config))
+
+
+def answers_before(folder: Path | str, data: Path | str, **flags) -> tuple[list[dict], str]:
+    """Returns the answers that come before an error, and what it says; flags as of `answers_of`."""
+    options = {"precision": "float32", "device": "cpu", "workers": 0, **flags}
+    config = predict.Config(model_dir=str(folder), data=str(data), **options)
+    found = []
+    with pytest.raises(InputError) as refused:
+        for answer in predict.answers(config):
+            found.append(answer)
+    return found, str(refused.value)
 
 
 def lines_of(output: str) -> list[dict]:

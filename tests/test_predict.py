@@ -2,6 +2,7 @@
 broken inputs. GLUE's test sets are in test_glue_tests.py.
 """
 
+import gzip
 import json
 import math
 import os
@@ -11,6 +12,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -21,6 +23,7 @@ import transformers
 from helpers import assert_refused, environment
 from predicting import (
     TEXTS,
+    answers_before,
     answers_of,
     command,
     lines_of,
@@ -226,6 +229,18 @@ def test_a_broken_picture_ends_with_its_name(network, with_broken, monkeypatch, 
     assert [answer["input"] for answer in found] == [with_broken[2]]
 
 
+@pytest.mark.parametrize("device", ["cpu", "xla"])
+def test_answers_before_a_broken_picture_come_out(device, network, with_broken, monkeypatch):
+    """Those of its own batch, too."""
+    standard_input(monkeypatch, "\n".join([with_broken[0], with_broken[2], *with_broken]))
+
+    found, error = answers_before(network, "-", batch_size=4, device=device)
+
+    assert [answer["input"] for answer in found] == [with_broken[index] for index in (0, 2, 0)]
+    assert error.startswith(f"{with_broken[1]} is broken: ")
+    assert error.endswith("; or pass --skip-broken")
+
+
 def rewritten(folder: Path, to: Path, **changes: str | None) -> Path:
     """Writes an export with other metadata; None: without this one."""
     weights = safetensors.torch.load_file(folder / "model.safetensors")
@@ -421,7 +436,7 @@ def test_an_old_export_predicts_with_a_note(old, classifier, tmp_path, capsys):
     assert error == ""
     _, found, error = in_process(capsys, old, table, "--text", "first", "second")
     assert [answer["input"] for answer in found] == [list(pair) for pair in PAIRS]
-    assert error == ""
+    assert "columns.json" not in error
     with pytest.raises(InputError, match="has the columns .*: name one by --text, or two of pairs"):
         answers_of(old, table)
 
@@ -615,6 +630,28 @@ REFUSED_DATA = [
 ]
 
 
+# A file's name and content, of which the third row cannot be read.
+RANDOM = np.random.default_rng(0).bytes(10_000).hex().encode()
+UNREADABLE = [
+    ("x.csv", b't\none\ntwo\n"three\nfour\n', "line 4 cannot be read as CSV"),
+    ("x.csv", b't\none\ntwo\n"three"x\nfour\n', "line 4 cannot be read as CSV"),
+    ("x.txt.gz", gzip.compress(b"one\ntwo\n" + RANDOM)[:5_000], "cannot be read after line 2: "),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "sentence"), UNREADABLE, ids=["open quote", "text after a quote", "cut"]
+)
+def test_answers_before_an_unreadable_row_come_out(name, content, sentence, classifier, tmp_path):
+    (tmp_path / name).write_bytes(content)
+    text = ("t",) if name.endswith("csv") else ()
+
+    found, error = answers_before(classifier, tmp_path / name, text=text)
+
+    assert [answer["input"] for answer in found] == ["one", "two"]
+    assert sentence in error
+
+
 @pytest.mark.parametrize(("name", "content", "flags", "sentence"), REFUSED_DATA)
 def test_data_that_cannot_be_read_is_refused(
     name, content, flags, sentence, classifier, tmp_path, capsys
@@ -638,8 +675,6 @@ def test_a_model_of_pairs_takes_no_lines(tmp_path):
 
 
 def test_a_semicolon_or_gz_changes_nothing(classifier, tmp_path):
-    import gzip
-
     (tmp_path / "a.csv").write_text("n;review \n1;the dog\n\n2;the cat\n", "utf-8-sig")
     (tmp_path / "a.csv.gz").write_bytes(gzip.compress(b"n,review\n1,the dog\n2,the cat\n"))
 

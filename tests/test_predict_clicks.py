@@ -9,7 +9,7 @@ import pytest
 import torch
 from click_tables import FLAGS, draw, part, write
 from helpers import exported
-from predicting import answers_of
+from predicting import answers_before, answers_of
 
 from bench import dlrm_torchrec
 from data.clicks import Columns
@@ -107,6 +107,23 @@ def test_a_row_that_cannot_be_used_is_named_and_passed_over(export, tmp_path):
             assert answer == {"input": index + 1}
         else:
             assert answer["probability"] == pytest.approx(expected[index]["probability"], abs=CLOSE)
+
+
+@pytest.mark.parametrize("at", [0, 5])
+def test_answers_before_an_unreadable_row_come_out(at, export, tmp_path):
+    data = write(tmp_path / "new.csv", new_rows(10))
+    expected = answers_of(export, data)
+    lines = data.read_text().splitlines()
+    lines[1 + at] += ",1"
+    data.write_text("\n".join(lines))
+
+    found, error = answers_before(export, data)
+
+    assert f"new.csv row {at + 1} has " in error
+    assert "columns instead of" in error
+    assert [answer["input"] for answer in found] == list(range(1, at + 1))
+    for answer, whole in zip(found, expected, strict=False):
+        assert answer["probability"] == pytest.approx(whole["probability"], abs=CLOSE)
 
 
 def test_what_training_has_not_seen_is_said(export, tmp_path, capsys):
