@@ -559,8 +559,15 @@ def open_evaluation(
         InputError: as `open_split`; a class that the run does not have; no such split.
     """
     tables = find_evaluated(data)
-    if "" in tables:
-        side, notes = _rows_of_table(tables[""], split, is_own, columns, target)
+    trains_alone = list(tables) == ["train"]  # then a training holds a tenth of its rows out
+    if trains_alone and not (split or is_own):
+        raise InputError(
+            f"{data} has no {NAME} of the split valid, only of train; give --split train, or "
+            "--split valid for the tenth that a training holds out"
+        )
+    if "" in tables or trains_alone:
+        (path,) = tables.values()
+        side, notes = _rows_of_table(path, split, is_own, columns, target)
     else:
         wanted = split or ("valid" if "valid" in tables else "test")
         if wanted not in tables:

@@ -905,6 +905,24 @@ def test_the_splits_of_a_csv_are_those_of_a_training(listed):
         names_of("test", True)
 
 
+def test_a_lone_csv_of_train_is_evaluated_on_its_tenth(listed, tmp_path):
+    shutil.copytree(listed, tmp_path / "train")
+    columns = Columns(("kind",))
+    train, held = open_both(tmp_path, columns)
+    learned = imagenet.Learned(train.target, train.scale)
+
+    def names_of(split: str, is_own: bool = True) -> list[str]:
+        return names(opened_for(tmp_path, split, is_own, learned, columns))
+
+    assert (len(train), len(held)) == (108, 12)
+    assert names_of("") == names_of("valid") == names_of("valid", is_own=False) == names(held)
+    assert names_of("train") == names(train)
+    with pytest.raises(InputError, match="no row of the split test"):
+        names_of("test")
+    with pytest.raises(InputError, match="of the split valid, only of train; give --split train"):
+        names_of("", is_own=False)
+
+
 def test_rows_of_a_csv_go_by_their_split(tmp_path):
     touch(tmp_path, *numbered(6))
     rows = [[name, "red", split] for name, split in zip(numbered(6), "ttvvee", strict=True)]
