@@ -935,19 +935,47 @@ def test_rows_of_a_csv_go_by_their_split(tmp_path):
     assert names(opened_for(tmp_path, "test")) == ["4.png", "5.png"]
 
 
+def write_run(run: Path, network: resnet.ResNet, images: imagenet.Images, mesh, **flags) -> None:
+    """Writes a finished run, as far as an evaluation needs it."""
+    state = resnet50.State(network, None, None)
+    config = replace(resnet50.TINY, **SMALL, batch_size=8, norm_groups=4, **flags)
+    resnet50.export(f"{run}/export", state, resnet50.Data(images, images), config, mesh)
+    stored = {"config": json.loads(json.dumps(asdict(config)))}
+    (run / "config.json").write_text(json.dumps(stored))
+    (run / "summary.json").write_text("{}")
+
+
+@pytest.mark.parametrize("objective", ["classes", "regression"])
+def test_labels_of_another_column_are_not_evaluated(objective, tmp_path, mesh):
+    """Nor where the classes have the same names, or where one other column is there."""
+    for number, name in enumerate(numbered(16)):
+        own_pictures.save_picture(make_picture(number), tmp_path / name)
+    rows = [[name, index % 4] for index, name in enumerate(numbered(16))]
+    trained = write_csv(tmp_path / "labels.csv", ["file", "stars"], rows)
+    copied = write_csv(tmp_path / "copied.csv", ["file", "stars"], rows)
+    other = write_csv(tmp_path / "other.csv", ["file", "price"], rows)
+    rows = [[name, 99, index % 4] for index, name in enumerate(numbered(16))]
+    both = write_csv(tmp_path / "both.csv", ["file", "price", "stars"], rows)
+    columns = Columns((), objective)
+    images, _ = open_both(trained, columns)
+    run = tmp_path / "run"
+    network = resnet.resnet("resnet_tiny", len(images.classes))
+    write_run(run, network, images, mesh, data=str(trained), objective=objective)
+
+    with pytest.raises(InputError, match="has no column stars, .* it has file, price: rename"):
+        resnet50.main(resnet50.Config(evaluate=str(run), data=str(other)))
+    expected = resnet50.main(resnet50.Config(evaluate=str(run), data=str(copied)))
+    assert resnet50.main(resnet50.Config(evaluate=str(run), data=str(both))) == expected
+
+
 def test_another_folder_is_evaluated_by_a_finished_run(tmp_path, mesh, capsys):
     """Each class is told by its colour: wrong are those of which the folder says another."""
     data = write_classes(tmp_path / "mine/test", 16)
     network = resnet.resnet("resnet_tiny", 3)
     images = imagenet.SyntheticImages(1, 32, 3, 0, "train")
     images.classes = list(CLASSES.target.names)
-    state = resnet50.State(network, None, None)
-    config = replace(resnet50.TINY, **SMALL, batch_size=8, norm_groups=4)
     run = tmp_path / "run"
-    resnet50.export(f"{run}/export", state, resnet50.Data(images, images), config, mesh)
-    stored = {"config": json.loads(json.dumps(asdict(config)))}
-    (run / "config.json").write_text(json.dumps(stored))
-    (run / "summary.json").write_text("{}")
+    write_run(run, network, images, mesh)
     network.eval()
 
     flags = {"evaluate": str(run), "data": str(data.parent), "split": "test"}
