@@ -29,6 +29,7 @@ TABLE = re.compile(r"\.(csv|tsv|jsonl|ndjson|json|parquet)(\.gz)?$", re.IGNORECA
 TABLES = ".csv, .tsv, .jsonl or .parquet"
 SHOWN = 60  # characters of a value in a message
 PARQUET_ROWS = 1024  # read at a time
+LOOKED_AT = 100  # lines of a JSON file, for the names of its columns
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,7 @@ def rows(data: str, columns: Sequence[str]) -> Iterator[Row]:
     return _json_lines(data, columns)
 
 
-def chunks(found: Iterable[Row], sizes: Iterable[int]) -> Iterator[list[Row]]:
+def chunks(found: Iterable[Any], sizes: Iterable[int]) -> Iterator[list[Any]]:
     """Yields rows in lists of these sizes; the last one may be shorter.
 
     Raises what reading a row raises, after the rows before it.
@@ -227,14 +228,18 @@ def _fields(
 
 
 def _json_lines(data: str, columns: Sequence[str]) -> Iterator[Row]:
-    """Opens a file with a JSON object a line, of which the first one has all columns."""
+    """Opens a file with a JSON object a line. One of the first has all columns: single lines may be
+    broken."""
     content = _lines(_opened(data), data)
-    first = next(content, "")
-    of_first = _parsed(first)
-    if not isinstance(of_first, dict):
-        raise InputError(f"{data} line 1 is no JSON object; expected one a line")
-    _check_columns(data, columns, list(of_first))
-    return _objects(itertools.chain([first], content), data, columns)
+    ahead = chunks(content, [LOOKED_AT])
+    first = next(ahead, [])
+    objects = [values for values in map(_parsed, first) if isinstance(values, dict)]
+    has_all = any(set(columns) <= values.keys() for values in objects)
+    if not columns or (objects and not has_all):
+        names = list(objects[0]) if objects else []
+        _check_columns(data, columns, names)  # raises InputError
+    failure = itertools.chain.from_iterable(ahead)  # of reading the first lines, after them
+    return _objects(itertools.chain(first, failure, content), data, columns)
 
 
 def _objects(content: Iterator[str], data: str, columns: Sequence[str]) -> Iterator[Row]:
@@ -245,14 +250,14 @@ def _objects(content: Iterator[str], data: str, columns: Sequence[str]) -> Itera
         if isinstance(values, dict):
             yield _row([values.get(name) for name in columns], columns, where)
         elif line.strip():
-            yield Row((line,), where, "it is no JSON object")
+            yield Row((line,), where, "it is no JSON object; expected one a line")
 
 
 def _parsed(line: str) -> Any:
     """Returns the content of a line of JSON; None where it is none."""
     try:
         return json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):  # of ten thousand brackets
         return None
 
 

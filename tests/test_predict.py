@@ -590,6 +590,7 @@ BROKEN_ROWS = [
     ("x.jsonl", b'{"t": "one"}\n{"t": 5}\n{"t": "two"}\n', "line 2", "its t is 5, which is no"),
     ("x.jsonl", b'{"t": "one"}\n{"u": 5}\n{"t": "two"}\n', "line 2", "its t is empty"),
     ("x.jsonl", b'{"t": "one"}\n[1\n{"t": "two"}\n', "line 2", "it is no JSON object"),
+    ("x.jsonl", b'{"t": "one"}\n%s\n{"t": "two"}\n' % (b"[" * 100_000), "line 2", "it is no JSON"),
     ("x.parquet", as_parquet(["one", None, "two"]), "row 2", "its t is empty"),
 ]
 
@@ -622,12 +623,41 @@ REFUSED_DATA = [
     ("x.csv", b"a,a\n1,2\n", ["--text", "a"], "has 2 columns a; rename"),
     ("x.csv", b't\n"a"b\n', ["--text", "t"], "line 2 cannot be read as CSV"),
     ("x.csv", b't\n"a\nb\n', ["--text", "t"], "line 2 cannot be read as CSV: unexpected end"),
-    ("x.jsonl", b"[1]\n", ["--text", "t"], "line 1 is no JSON object"),
+    ("x.jsonl", b"[1]\n", ["--text", "t"], "line 1: it is no JSON object; expected one a line; or"),
+    (
+        "x.jsonl",
+        b'{"u": 1}\n[1]\n{"v": 2}\n',
+        ["--text", "t"],
+        "no column t; it has the columns u:",
+    ),
     ("x.parquet", b"PAR", ["--text", "t"], "cannot be read as parquet"),
     ("x.txt", b"a\n", ["--text", "t"], "has no columns; expected a file whose name ends with .csv"),
     ("x.csv", b"a,b,c\n", ["--text", "a", "b", "c"], "give one column, or two of pairs"),
     ("x.txt.gz", b"none", [], "cannot be read after line 0"),
 ]
+
+
+@pytest.mark.parametrize(
+    ("line", "why"),
+    [
+        (b"not JSON", "it is no JSON object"),
+        (b"[1]", "it is no JSON object"),
+        (b'{"t": 5}', "its t is 5, which is no text"),
+        (b'{"u": "x"}', "its t is empty"),
+    ],
+)
+def test_a_broken_first_line_of_json_is_passed_over(line, why, classifier, tmp_path):
+    data = tmp_path / "x.jsonl"
+    data.write_bytes(b"\n" + line + b'\n{"t": "one"}\n{"t": "two"}\n')
+
+    found, error = answers_before(classifier, data, text=("t",))
+    assert found == []
+    assert error.startswith(f"{data} line 2: {why}")
+
+    broken, *whole = answers_of(classifier, data, text=("t",), skip_broken=True)
+    assert broken["error"].startswith(why)
+    assert [answer["input"] for answer in whole] == ["one", "two"]
+    assert "label" in whole[0]
 
 
 # A file's name and content, of which the third row cannot be read.
@@ -636,15 +666,22 @@ UNREADABLE = [
     ("x.csv", b't\none\ntwo\n"three\nfour\n', "line 4 cannot be read as CSV"),
     ("x.csv", b't\none\ntwo\n"three"x\nfour\n', "line 4 cannot be read as CSV"),
     ("x.txt.gz", gzip.compress(b"one\ntwo\n" + RANDOM)[:5_000], "cannot be read after line 2: "),
+    (
+        "x.jsonl.gz",
+        gzip.compress(b'{"t": "one"}\n{"t": "two"}\n' + RANDOM)[:5_000],
+        "cannot be read after line 2: ",
+    ),
 ]
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "sentence"), UNREADABLE, ids=["open quote", "text after a quote", "cut"]
+    ("name", "content", "sentence"),
+    UNREADABLE,
+    ids=["open quote", "text after a quote", "cut lines", "cut JSON"],
 )
 def test_answers_before_an_unreadable_row_come_out(name, content, sentence, classifier, tmp_path):
     (tmp_path / name).write_bytes(content)
-    text = ("t",) if name.endswith("csv") else ()
+    text = () if name.startswith("x.txt") else ("t",)
 
     found, error = answers_before(classifier, tmp_path / name, text=text)
 

@@ -218,8 +218,8 @@ def _chunks(file: BinaryIO) -> Iterator[bytes]:
 
 
 def local_folder(folder: str) -> str:
-    """Returns a local path to a folder: the path itself, or a copy of a URL's files in the temporary
-    folder, which is removed when this process ends.
+    """Returns a local path to a folder: the path itself; or a copy of a URL's files in the
+    temporary folder, which is removed when this process ends.
 
     Raises:
         InputError: the URL cannot be read.
