@@ -5,6 +5,7 @@ from pathlib import Path
 
 import datasets
 import pytest
+import safetensors.torch
 import torch
 import transformers
 from predicting import TEXTS, random_texts, write_classifier
@@ -250,6 +251,17 @@ def test_a_model_of_single_texts_predicts_no_pairs(folder, tmp_path):
         predicted(tmp_path / "export", folder, tmp_path / "out", task="mrpc")
 
 
+def test_a_broken_prediction_of_a_submission_is_not_skipped(folder, tmp_path):
+    write_classifier(tmp_path / "export", ("not_equivalent", "equivalent"))
+    path = tmp_path / "export/model.safetensors"
+    weights = safetensors.torch.load_file(path)
+    weights["classifier.bias"].fill_(float("nan"))
+    safetensors.torch.save_file(weights, path, {"format": "pt"})
+
+    with pytest.raises(InputError, match=r"MRPC/test.tsv, index 0: .* is not finite$"):
+        predicted(tmp_path / "export", folder, tmp_path / "out", task="mrpc")
+
+
 def test_a_regression_predicts_scores(folder, tmp_path):
     write_classifier(tmp_path / "export", ())
 
@@ -268,6 +280,8 @@ def test_a_regression_predicts_scores(folder, tmp_path):
     ("flags", "sentence"),
     [
         ({"task": "mnli"}, "--out is missing"),
+        ({"task": "mnli", "skip_broken": True}, "--skip-broken is not for --task"),
+        ({"task": "mnli", "text": ("a", "b")}, "--text is a b; leave it out"),
         ({"task": "mnl", "out": "x"}, "task is 'mnl'; expected one of cola"),
         ({"task": "mnli", "out": "x", "data": ""}, "--data is missing: give GLUE's folder"),
     ],

@@ -85,6 +85,15 @@ def validate(config: Config) -> None:
 
     if config.labels and not config.task:
         raise InputError(f"--labels is {config.labels}; it is for --task")
+    if config.task and config.text:
+        raise InputError(
+            f"--text is {' '.join(config.text)}; leave it out: the columns are those of --task"
+        )
+    if config.task and config.skip_broken:
+        raise InputError(
+            "--skip-broken is not for --task: the benchmark's server takes no file in which a "
+            "prediction is missing"
+        )
     if not config.data and not config.task and sys.stdin.isatty():
         raise InputError("--data is missing: give what to predict, or - for the standard input")
     if config.out and not config.task:
@@ -203,8 +212,10 @@ def answers(config: Config) -> Iterator[dict[str, Any]]:
 
     Raises:
         InputError: model or data cannot be used; or an input is broken, without skip_broken, after
-            the answers of those before.
+            the answers of those before; or --task is given, which writes files: `main`.
     """
+    if config.task:
+        raise InputError(f"--task is {config.task}, which writes files: call predict.main(config)")
     model, mesh = opened(config)
     yield from in_order(model.pieces(mesh), model.answers, config.skip_broken)
 

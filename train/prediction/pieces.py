@@ -12,6 +12,7 @@ from torch import Tensor
 from errors import InputError
 from train.common import device
 
+SKIP = "; or pass --skip-broken"  # advice on a broken input
 # What turns logits [n, outputs] into n answers, see answers.py.
 Answers = Callable[[np.ndarray], list[dict[str, Any]]]
 
@@ -40,7 +41,9 @@ class Piece:
     why_broken: Callable[[int], str] | None = None
 
 
-def in_order(pieces: Iterable[Piece], answers: Answers, skip_broken: bool) -> Iterator[dict]:
+def in_order(
+    pieces: Iterable[Piece], answers: Answers, skip_broken: bool, advice: str = SKIP
+) -> Iterator[dict]:
     """Yields the answer of each input, in the order of the inputs.
 
     A piece is read from the device when the next one has been started. Where reading inputs fails,
@@ -48,6 +51,7 @@ def in_order(pieces: Iterable[Piece], answers: Answers, skip_broken: bool) -> It
 
     Args:
         skip_broken: an input without an output gets {"input": …, "error": …}.
+        advice: after the sentence on a broken input; "" where none may be passed over.
     Raises:
         InputError: an input is broken, and `skip_broken` is false.
     """
@@ -61,7 +65,7 @@ def in_order(pieces: Iterable[Piece], answers: Answers, skip_broken: bool) -> It
         except InputError as error:
             failure = error
         if waiting is not None:
-            yield from answers_of(waiting, answers, skip_broken)
+            yield from answers_of(waiting, answers, skip_broken, advice)
         if failure is not None:
             raise failure
         if piece is None:
@@ -69,7 +73,7 @@ def in_order(pieces: Iterable[Piece], answers: Answers, skip_broken: bool) -> It
         waiting = piece
 
 
-def answers_of(piece: Piece, answers: Answers, skip_broken: bool) -> Iterator[dict]:
+def answers_of(piece: Piece, answers: Answers, skip_broken: bool, advice: str) -> Iterator[dict]:
     """Yields the answer of each input of a piece; waits for the device.
 
     Raises:
@@ -99,7 +103,7 @@ def answers_of(piece: Piece, answers: Answers, skip_broken: bool) -> Iterator[di
             yield {"input": name, "error": error}
         else:
             where = f"{piece.where[index]}: " if piece.where[index] else ""
-            raise InputError(f"{where}{error}; or pass --skip-broken")
+            raise InputError(f"{where}{error}{advice}")
 
 
 def _read(piece: Piece) -> tuple[np.ndarray, np.ndarray]:

@@ -64,7 +64,8 @@ class Submission:
 
     def write(self, mesh: Mesh) -> int:
         """Predicts, and writes all files into the folder --out; returns how many predictions."""
-        answers = in_order(self._model.pieces(mesh), _numbers, skip_broken=False)
+        pieces = self._model.pieces(mesh)
+        answers = in_order(pieces, _numbers, skip_broken=False, advice="")
         contents = {}
         for test_set in self.sets:
             own = itertools.islice(answers, len(test_set))
