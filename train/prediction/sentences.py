@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 from transformers import AutoModelForSequenceClassification, PreTrainedConfig, PreTrainedModel
-from transformers.utils import logging
 
 from data import batching, text_rows
 from data.sentences import Encoded, Examples
@@ -165,7 +164,6 @@ class Sentences:
         self.config = config
         self.rows: Iterable[Row] = ()
         self.cut = 0
-        logging.disable_progress_bar()
         compiled = config.device == "xla"
         checkpoint = encoder_files.open_checkpoint(folder, "auto", compiled=compiled)
         self.tokenizer = checkpoint.tokenizer
