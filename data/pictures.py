@@ -5,6 +5,7 @@ pictures = Pictures(paths, resize=256, image_size=224)
 pictures.example(0, rng)                   # {"image": uint8 [224, 224, 3], "broken": 0.0}
 """
 
+import codecs
 import glob
 import os
 import sys
@@ -70,7 +71,8 @@ def find(data: str) -> Found:
 
 def _listed_paths() -> list[str]:
     """Returns the paths that the lines of the standard input are."""
-    lines = sys.stdin.buffer.read().split(b"\n")
+    content = sys.stdin.buffer.read().removeprefix(codecs.BOM_UTF8)  # Windows begins with it
+    lines = content.split(b"\n")
     if lines[-1] == b"":
         lines.pop()
     paths = [os.fsdecode(line.removesuffix(b"\r")) for line in lines]

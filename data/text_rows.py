@@ -149,7 +149,8 @@ def _row(values: Sequence[Any], columns: Sequence[str], where: str) -> Row:
 
 
 def _lines(file: IO[bytes], data: str) -> Iterator[str]:
-    """Yields the lines of a file, without their ends; bytes that are not UTF-8 as surrogates.
+    """Yields the lines of a file, without the \\n at their ends; bytes that are not UTF-8 as
+    surrogates.
 
     Only \\n ends a line: texts have other characters that Python takes for line ends.
     """
@@ -159,15 +160,14 @@ def _lines(file: IO[bytes], data: str) -> Iterator[str]:
             if number == 0:
                 line = line.removeprefix(b"\xef\xbb\xbf")  # Windows' editors begin with this mark
             number += 1
-            text = line.decode("utf-8", "surrogateescape")
-            yield text.removesuffix("\n").removesuffix("\r")
+            yield line.removesuffix(b"\n").decode("utf-8", "surrogateescape")
     except (OSError, EOFError, zlib.error) as error:
         raise InputError(f"{data} cannot be read after line {number}: {error}") from error
 
 
 def _numbered(file: IO[bytes], data: str) -> Iterator[Row]:
     for number, line in enumerate(_lines(file, data), 1):
-        yield _row([line], (), f"{data} line {number}")
+        yield _row([line.removesuffix("\r")], (), f"{data} line {number}")
 
 
 # Tables
@@ -176,7 +176,7 @@ def _numbered(file: IO[bytes], data: str) -> Iterator[Row]:
 def _separated(data: str, columns: Sequence[str]) -> Iterator[Row]:
     """Opens a CSV or TSV file, whose first line names its columns."""
     csv.field_size_limit(sys.maxsize)  # by default 131,072 characters
-    # With their ends, which a field in quotes keeps.
+    # With their ends, \n or \r\n, which a field in quotes keeps, as in training.
     content = (f"{line}\n" for line in _lines(_opened(data), data))
     skipped = 0
     header_line = ""

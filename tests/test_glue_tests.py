@@ -280,6 +280,7 @@ def test_a_regression_predicts_scores(folder, tmp_path):
     ("flags", "sentence"),
     [
         ({"task": "mnli"}, "--out is missing"),
+        ({"task": "mnli", "out": __file__}, "--out is the file .*; with --task give a folder"),
         ({"task": "mnli", "skip_broken": True}, "--skip-broken is not for --task"),
         ({"task": "mnli", "text": ("a", "b")}, "--text is a b; leave it out"),
         ({"task": "mnl", "out": "x"}, "task is 'mnl'; expected one of cola"),

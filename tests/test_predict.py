@@ -10,6 +10,7 @@ import re
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -40,7 +41,7 @@ from predicting import (
 from run_make import NOT_HANDED_ON, make
 from transformers import AutoModelForMaskedLM
 
-from data import glue, pictures, text_rows
+from data import glue, own_text, pictures, text_rows
 from errors import InputError
 from models import encoder_files
 from tpu.accept.children import read_report
@@ -174,6 +175,12 @@ def standard_input(monkeypatch, text: str) -> None:
     import io
 
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text.encode())))
+
+
+def test_the_list_of_pictures_may_begin_with_windows_mark(network, folder_of_pictures, monkeypatch):
+    standard_input(monkeypatch, f"\ufeff{folder_of_pictures}/b.jpg\r\n")
+    (answer,) = answers_of(network, "-")
+    assert answer["input"] == f"{folder_of_pictures}/b.jpg"
 
 
 def test_a_link_to_a_folder_above_is_not_followed(folder_of_pictures):
@@ -711,6 +718,18 @@ def test_a_model_of_pairs_takes_no_lines(tmp_path):
         answers_of(tmp_path / "export", data)
 
 
+def test_a_field_with_line_breaks_is_that_of_the_training(classifier, tmp_path):
+    data = tmp_path / "windows.csv"
+    data.write_bytes(b'\xef\xbb\xbfreview,y\r\n"the dog,\r\nthe ""cat""",1\r\nred bird,0\r\n')
+    columns = own_text.Columns(("review",), "y")
+    (trained,) = own_text.find(str(data), columns).read["train"]().texts
+
+    found = answers_of(classifier, data, text=("review",))
+
+    assert [answer["input"] for answer in found] == trained
+    assert trained[0] == 'the dog,\r\nthe "cat"'
+
+
 def test_a_semicolon_or_gz_changes_nothing(classifier, tmp_path):
     (tmp_path / "a.csv").write_text("n;review \n1;the dog\n\n2;the cat\n", "utf-8-sig")
     (tmp_path / "a.csv.gz").write_bytes(gzip.compress(b"n,review\n1,the dog\n2,the cat\n"))
@@ -793,8 +812,6 @@ def test_flags_that_cannot_be_used_are_refused(flags, sentence, capsys, monkeypa
 
 
 def test_a_pod_is_refused(classifier, monkeypatch):
-    from dataclasses import replace
-
     alone = predict.device.setup
 
     def of_two_hosts(*args, **options):
@@ -820,6 +837,76 @@ def test_a_file_is_written_whole_or_not_at_all(classifier, tmp_path, capsys):
     assert code == 2
     assert lines_of(out.read_text("utf-8")) == expected
     assert [path.name for path in out.parent.iterdir()] == [out.name]
+
+
+def test_the_file_that_is_read_is_not_written(classifier, tmp_path, capsys, monkeypatch):
+    data = write_lines(tmp_path / "new.txt", TEXTS)
+    before = data.read_bytes()
+    link = tmp_path / "link.txt"
+    link.symlink_to(data)
+
+    for given, out in [(data, data), (data, link), (tmp_path / "n*.txt", data)]:
+        code, found, error = in_process(capsys, classifier, given, "--out", out)
+        assert (code, found) == (2, [])
+        assert re.match(f"error: --out is {out}, .*; give another\n", error)
+
+    config = predict.Config(model_dir=str(classifier), data="-", out=str(data))
+    with open(data) as opened:
+        monkeypatch.setattr(sys, "stdin", opened)
+        with pytest.raises(InputError, match="a file of --data"):
+            predict.main(config)
+    with open(data, "a") as opened:  # >> new.txt would never end
+        monkeypatch.setattr(sys, "stdout", opened)
+        with pytest.raises(InputError, match=f"the standard output is a file of --data, {data}"):
+            predict.main(replace(config, data=str(data), out=""))
+    assert data.read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "content", "said"),
+    [
+        ("classifier", "-", "", "the standard input"),
+        ("network", "-", "", "the standard input"),
+        ("classifier", "new.txt", "", "new.txt"),
+        ("classifier", "new.csv", "text\n", "new.csv"),
+        ("classifier", "new.jsonl", "\n", "new.jsonl"),
+    ],
+)
+def test_no_inputs_are_said(kind, name, content, said, request, tmp_path, capsys, monkeypatch):
+    standard_input(monkeypatch, content)
+    data = name
+    if name != "-":
+        data = tmp_path / name
+        data.write_text(content)
+
+    code, found, error = in_process(capsys, request.getfixturevalue(kind), data)
+
+    assert (code, found) == (0, [])
+    assert error.endswith(f"{said} has no inputs, so there are no predictions\n")
+
+
+def test_a_pipe_that_breaks_within_is_no_reader_that_left(classifier, tmp_path, monkeypatch):
+    """A worker's connection, say: the command must not end with 0, as with `| head`."""
+    data = write_lines(tmp_path / "new.txt", TEXTS)
+
+    def broken(*_, **__):
+        raise BrokenPipeError("of a worker")
+
+    monkeypatch.setattr(text_rows, "chunks", broken)
+    monkeypatch.setattr(sys, "argv", ["predict.py", *command(classifier, data)[3:]])
+    with pytest.raises(RuntimeError, match="predicting failed"):
+        predict.cli.run(predict.main, predict.PRESETS)
+
+
+def test_cut_texts_are_said_before_an_error_too(classifier, tmp_path, capsys):
+    data = write_lines(tmp_path / "new.txt", ["the dog " * 40, ""])
+
+    code, found, error = in_process(capsys, classifier, data)
+
+    assert (code, len(found)) == (2, 1)
+    note, sentence = error.splitlines()
+    assert note == "1 texts were cut to the 32 tokens that the model takes"
+    assert sentence.startswith(f"error: {data} line 2: its text is empty")
 
 
 def test_a_report_says_where_and_how_fast_it_was(classifier, tmp_path, capsys):
