@@ -44,8 +44,9 @@ DATASET_text   := text
 DATASET_images := images
 DATASETS := $(sort $(patsubst DATASET_%,%,$(filter DATASET_%,$(.VARIABLES))))
 
-# Without DATA a run is a trial: the small preset on synthetic data. With it, the recipe that most people can run.
-PRESET_dlrm := kaggle
+# Without DATA a run is a trial: the small preset on synthetic data. With it, the recipe that most people can run. DLRM's
+# script chooses by what DATA holds: kaggle, or clicks for a log of your own.
+PRESET_dlrm :=
 PRESET_transformer := base
 ifneq ($(origin PRESET),command line)
 PRESET := $(if $(DATA),$(if $(filter file,$(origin PRESET_$(MODEL))),$(PRESET_$(MODEL)),full),tiny)
@@ -104,7 +105,7 @@ help:
 	@echo 'DEVICE   xla: a TPU, or XLA on this CPU (default); cpu, cuda: plain PyTorch on one device, without torch_xla'
 	@echo 'PRESET   full (resnet50: full, finetune; dlrm: kaggle, clicks, mlperf_v1, mlperf_v2;'
 	@echo '         transformer: base, big, wmt18, tpu; TASK=pretrain: full, lamb) or tiny'
-	@echo '         (default: the first of these with DATA, tiny without)'
+	@echo '         (default: the first of these with DATA, of dlrm the one for its data; tiny without)'
 	@echo 'TOPOLOGY of make compile: v5e:1x1, v5e:2x4, … v6e:16x16, v4:2x2x1, v5p:2x2x1; a wrong one lists them'
 	@echo 'BATCH    of make compile: examples a device (default: the recipe'"'"'s, shared out); EFFORT: fast or full'
 	@echo 'PROGRAM  of make compile: train (default), evaluate, or translate: the Transformer'"'"'s beam search'

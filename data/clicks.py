@@ -15,14 +15,16 @@ in training 0. An empty category is a value like any other. A column with severa
 bag of such ids, which may be empty.
 """
 
+import codecs
 import contextlib
 import dataclasses
 import gzip
 import io
 import json
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any, NoReturn
 
 import numpy as np
 import pyarrow as pa
@@ -135,24 +137,32 @@ def read_header(path: Path, columns: Sequence[str]) -> Header:
     for name in columns:
         count = header.names.count(name)
         if count == 0:
-            found = ", ".join(header.names)
-            raise InputError(
-                f"{path} has no column {name}; its columns are {_cut(found, 300)}; "
-                "name one of these, or give the file a header"
-            )
+            _refuse_header(path, header, name)
         if count > 1:
             raise InputError(f"{path} has {count} columns {name}; rename all but one of them")
     return header
 
 
+def _refuse_header(path: Path, header: Header, name: str) -> NoReturn:
+    """Raises InputError for a header without the column `name`."""
+    found = ", ".join(header.names).replace("\n", " ")
+    advice = "name one of these, or give the file a header"
+    if name in [column.strip() for column in header.names]:
+        advice = f"remove the spaces around {name}"
+    elif any("\n" in column for column in header.names):
+        advice = 'is there a quote (") in the header that is not closed?'
+    raise InputError(f"{path} has no column {name}; its columns are {_cut(found, 300)}; {advice}")
+
+
 def _csv_header(path: Path, columns: Sequence[str]) -> Header:
     """Returns the header of a CSV file under the separator that gives most of these columns."""
     with _open_csv(path) as file:
-        line = file.readline(MAX_HEADER)
-        while line.strip() == b"" and line:  # empty lines count for nothing, as in the rows
-            line = file.readline(MAX_HEADER)
+        content = _header_lines(file)
+    # UTF-16 and UTF-32 have zero bytes, or begin with a mark.
+    if b"\0" in content or content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        raise InputError(f"{path} is not UTF-8 but UTF-16, or no text; convert the file to UTF-8")
     try:
-        text = line.decode("utf-8-sig").rstrip("\r\n")
+        text = content.decode()
     except UnicodeDecodeError as error:
         raise InputError(
             f"{path} has a header that is not UTF-8 (byte {error.start}); convert the file to UTF-8"
@@ -164,7 +174,30 @@ def _csv_header(path: Path, columns: Sequence[str]) -> Header:
     for separator in csv_text.SEPARATORS:
         names = csv_text.header(text, separator, str(path))
         headers.append(Header(names, separator))
-    return max(headers, key=lambda header: len(set(columns) & set(header.names)))
+    best = max(headers, key=lambda header: len(set(columns) & set(header.names)))
+    if not any(name.strip() for name in best.names):
+        line = text.rstrip("\r\n")
+        raise InputError(
+            f"{path} has no names of columns in its first line, {_cut(line, 80)!r}; "
+            "expected a header: remove what stands above it, or write one"
+        )
+    return best
+
+
+def _header_lines(file: io.BufferedIOBase) -> bytes:
+    """Returns the first line, and more of them where it may have a name in quotes that goes on.
+
+    Empty lines before it count for nothing, as to pyarrow, and so does a byte order mark.
+    """
+    content = file.readline(MAX_HEADER).removeprefix(codecs.BOM_UTF8)
+    while content in (b"\n", b"\r\n"):
+        content = file.readline(MAX_HEADER)
+    while content.count(b'"') % 2 and len(content) < MAX_HEADER:
+        line = file.readline(MAX_HEADER)
+        if not line:
+            break
+        content += line
+    return content
 
 
 @contextlib.contextmanager
@@ -190,11 +223,25 @@ def _reading_parquet(path: Path) -> Iterator[None]:
         raise InputError(f"{path} cannot be read as a parquet file: {reason}") from error
 
 
-def read_tables(path: Path, columns: Sequence[str], rows: int) -> Iterator[pa.Table]:
+@dataclasses.dataclass(frozen=True)
+class Malformed:
+    """A row of a CSV file with another number of columns than its header."""
+
+    row: int  # its number in the file, from 0
+    why: str
+
+
+def read_tables(
+    path: Path, columns: Sequence[str], rows: int, skipped: list[Malformed] | None = None
+) -> Iterator[pa.Table]:
     """Yields the rows of a CSV or parquet file in order, in tables of these columns.
 
     A table has `rows` rows, the last one may have fewer. The columns of a CSV file are text, which
-    is checked by `typed`. No more than one table, and one block of BLOCK_BYTES, is in memory.
+    is checked by `typed`. No more than one table, and two blocks of BLOCK_BYTES, are in memory.
+
+    Args:
+        skipped: gets the rows that are left out for their number of columns, in order; some may lie
+            behind the table that is yielded. None: the first one is an error.
 
     Raises InputError, after the rows before: the file cannot be read on, or a row has another
     number of columns.
@@ -202,7 +249,7 @@ def read_tables(path: Path, columns: Sequence[str], rows: int) -> Iterator[pa.Ta
     header = read_header(path, columns)
     batches = _parquet_batches(path, columns, rows)
     if header.separator:
-        batches = _csv_batches(path, columns, header)
+        batches = _csv_batches(path, columns, header, skipped)
 
     waiting = []
     count = 0
@@ -229,56 +276,144 @@ def _parquet_batches(path: Path, columns: Sequence[str], rows: int) -> Iterator[
         yield from file.iter_batches(batch_size=rows, columns=list(columns))
 
 
-def _csv_batches(path: Path, columns: Sequence[str], header: Header) -> Iterator[pa.RecordBatch]:
-    """Yields the rows of a CSV file in batches of BLOCK_BYTES of text, each value as its bytes; and
-    those before one with another number of columns, which is an error."""
-    malformed = None  # the first
+def _csv_batches(
+    path: Path, columns: Sequence[str], header: Header, skipped: list[Malformed] | None
+) -> Iterator[pa.RecordBatch]:
+    """Yields the rows of a CSV file in batches of BLOCK_BYTES of text, each value as its bytes.
+
+    An error comes after the rows before it: pyarrow's own would end its block.
+    """
+    malformed = []
 
     def note(row: arrow_csv.InvalidRow) -> str:
-        nonlocal malformed
-        malformed = malformed or row
-        return "skip"  # an error would end its block, with the rows before it
+        why = f"it has {row.actual_columns} columns instead of {row.expected_columns}: "
+        malformed.append(Malformed(row.number - 2, why + repr(_cut(row.text, 80))))
+        if skipped is not None:
+            skipped.append(malformed[-1])
+        return "skip"
 
-    read_options = arrow_csv.ReadOptions(use_threads=False, block_size=BLOCK_BYTES)
-    parse_options = arrow_csv.ParseOptions(
-        delimiter=header.separator,
-        newlines_in_values=True,
-        invalid_row_handler=note,
-    )
-    convert_options = arrow_csv.ConvertOptions(
-        check_utf8=False,
-        column_types=dict.fromkeys(header.names, pa.binary()),
-        strings_can_be_null=False,
-        include_columns=list(columns),
-    )
+    types = dict.fromkeys(header.names, pa.binary())
     count = 0
+    last = None  # the last batch, kept back: only the end shows whether its last row is whole
     with _open_csv(path) as file:
+        counted = _QuoteCounter(file)
         try:
-            for batch in arrow_csv.open_csv(file, read_options, parse_options, convert_options):
-                before = None
-                if malformed is not None:
-                    before = malformed.number - 2  # the header has the number 1
-                    batch = batch.slice(0, before - count)
+            for batch in _open_batches(counted, header, types, columns, note):
+                end = None  # the number of the row that ends the reading
+                if malformed and skipped is None:
+                    end = malformed[0].row
+                    batch = batch.slice(0, end - count)
                 count += batch.num_rows
-                yield batch
-                if count == before:
+                if last is not None:
+                    yield last
+                last = batch
+                if count == end:
                     break
-        except pa.ArrowInvalid as error:
-            if malformed is None:
+        except Exception as error:  # pyarrow's, or that of reading the file
+            if last is not None:
+                yield last
+                last = None
+            if not isinstance(error, pa.ArrowException):
+                raise
+            if not malformed or skipped is not None:
                 raise InputError(_why_unreadable(path, error)) from error
-    if malformed is not None:
+    if malformed and skipped is None:
+        if last is not None:
+            yield last
+        first = malformed[0]
+        raise InputError(f"{path} row {first.row + 1}: {first.why}; fix or remove it")
+
+    is_open = counted.quotes % 2 and _ends_in_quotes(path, header)
+    if last is not None:
+        yield last.slice(0, last.num_rows - 1) if is_open else last
+    if is_open:
         raise InputError(
-            f"{path} row {malformed.number - 1} has {malformed.actual_columns} columns instead of "
-            f"{malformed.expected_columns}: {_cut(malformed.text, 80)!r}; fix or remove it"
+            f'{path} has a quote (") that is not closed: the last row would go on to the end of '
+            "the file; close it, or write a quote within quotes twice"
         )
 
 
-def _why_unreadable(path: Path, error: pa.ArrowInvalid) -> str:
+class _QuoteCounter:
+    """Reads a file for pyarrow, and counts the quotes in it."""
+
+    def __init__(self, file: io.BufferedIOBase):
+        self._file = file
+        self.quotes = 0
+
+    @property
+    def closed(self) -> bool:
+        return self._file.closed
+
+    def read(self, size: int = -1) -> bytes:
+        content = self._file.read(size)
+        self.quotes += content.count(b'"')
+        return content
+
+
+def _open_batches(
+    file: Any,
+    header: Header,
+    types: dict[str, pa.DataType],
+    columns: Sequence[str],
+    on_malformed: Callable[[arrow_csv.InvalidRow], str],
+    names: Sequence[str] = (),
+) -> Iterator[pa.RecordBatch]:
+    """Opens a CSV file in pyarrow.
+
+    Args:
+        names: of the columns, instead of the header, which then is a row.
+    """
+    read_options = arrow_csv.ReadOptions(
+        use_threads=False, block_size=BLOCK_BYTES, column_names=list(names)
+    )
+    parse_options = arrow_csv.ParseOptions(
+        delimiter=header.separator,
+        newlines_in_values=True,
+        invalid_row_handler=on_malformed,
+    )
+    convert_options = arrow_csv.ConvertOptions(
+        check_utf8=False,
+        column_types=types,
+        strings_can_be_null=False,
+        include_columns=list(columns),
+    )
+    return arrow_csv.open_csv(file, read_options, parse_options, convert_options)
+
+
+def _ends_in_quotes(path: Path, header: Header) -> bool:
+    """Returns whether the last field of a file has swallowed the rows after it.
+
+    A file with an odd number of quotes may be right: 5" is text where it does not begin a field.
+    """
+    names = [str(number) for number in range(len(header.names))]
+    last = names[-1]
+    text = b""
+    with _open_csv(path) as file:
+        batches = _open_batches(
+            file, header, {last: pa.binary()}, [last], lambda row: "skip", names
+        )
+        for batch in batches:
+            if batch.num_rows:
+                text = batch.column(0)[-1].as_py()
+
+    swallowed = text.split(b"\n")[1:]
+    if not swallowed:
+        return False
+    is_row = swallowed[0].count(header.separator.encode()) == len(names) - 1
+    return text.endswith(b"\n") or is_row
+
+
+def _why_unreadable(path: Path, error: pa.ArrowException) -> str:
     """Returns the sentence on a CSV file that pyarrow cannot parse."""
     if "straddling" in str(error):
         return (
             f"{path} has a row of more than {BLOCK_BYTES} bytes; "
             'is there a quote (") that is not closed?'
+        )
+    if "Empty CSV" in str(error):
+        return (
+            f"{path} has a header and no rows; expected at least one row, "
+            'and no quote (") in the header that is not closed'
         )
     reason = str(error).partition("\n")[0]
     return f"{path} cannot be read as CSV: {_cut(reason, 200)}"
@@ -402,6 +537,8 @@ def _numbers(column: pa.ChunkedArray, name: str) -> np.ndarray:
     kind = column.type
     if pa.types.is_boolean(kind):
         column = column.cast(pa.uint8())
+    elif pa.types.is_integer(kind):
+        column = column.cast(pa.float64(), safe=False)  # from 2**53 on the nearest
     elif not _is_number(kind):
         text = pc.utf8_trim_whitespace(_text(column, name))
         is_missing = pc.is_in(pc.utf8_lower(text), value_set=pa.array(NO_NUMBER))

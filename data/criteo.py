@@ -631,6 +631,16 @@ def open_clicks(
     )
 
 
+def is_own_log(data: str) -> bool:
+    """Returns whether a folder, or one at a URL, has clicks of the user's own, prepared."""
+    folder = Path(local_copy(data, *FILES)).expanduser()
+    for prepared in (folder, folder / "prepared"):
+        report = prepared / "prepared.json"
+        if report.is_file():
+            return "features" in read_json(report)
+    return False
+
+
 def text_files(folder: Path, names: Sequence[str]) -> list[Path]:
     """Returns the files of these names that are there, plain rather than .gz."""
     found = []

@@ -1,6 +1,7 @@
 """What the readers of a user's CSV files share: the separators, and csv's errors as sentences."""
 
 import csv
+import io
 from typing import Any
 
 from errors import InputError
@@ -8,16 +9,18 @@ from errors import InputError
 SEPARATORS = (",", ";", "\t")
 
 
-def header(line: str, separator: str, where: str) -> list[str]:
-    """Returns the fields of a CSV file's first line.
+def header(text: str, separator: str, where: str) -> list[str]:
+    """Returns the fields of a CSV file's header.
 
     Args:
+        text: its first line, or more, for names in quotes that have line breaks.
         where: the file, for messages.
     Raises:
         InputError: the line is no CSV, as where \\r alone ends the lines of the file.
     """
     try:
-        return next(csv.reader([line], delimiter=separator), [])
+        lines = io.StringIO(text, newline="\n")
+        return next(csv.reader(lines, delimiter=separator), [])
     except csv.Error as error:
         raise InputError(
             f"{where} has a header that cannot be read as CSV: {error}; "

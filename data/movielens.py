@@ -17,6 +17,7 @@ Ratings are read line by line in Python, a second or two per million, and kept i
 for sets of up to some millions.
 """
 
+import contextlib
 import csv
 import dataclasses
 import re
@@ -93,6 +94,7 @@ class MovieLens:
     """
 
     columns = None  # no maps, see data/criteo.py
+    older_source = ""  # what versions read that knew no official split, where they read another one
 
     def __init__(self, folder: str | Path, split: Split, max_bad_share: float = 0.0001):
         folder = Path(folder).expanduser()
@@ -135,15 +137,14 @@ class MovieLens:
 
     def _set_source(self, files: RatingFiles) -> None:
         """Sets `source` and `left_out`, see data/splits.py."""
-        is_train = self.split == "train"
-        if files.test is not None:
-            self.source = files.train.name if is_train else files.test.name
-        elif is_train:
-            self.source = f"{files.train.name} but a tenth by a hash"
-        else:
-            self.source = f"a tenth of {files.train.name} by a hash"
-
         folder = files.train.parent
+        if files.test is None:
+            self.source = self._tenth(files.train)
+        else:
+            self.source = files.train.name if self.split == "train" else files.test.name
+            with contextlib.suppress(InputError):  # a folder that those versions did not read
+                self.older_source = self._tenth(rating_file(folder))
+
         of_splits = []
         for pattern in SPLIT_FILES:
             of_splits += [path.name for path in folder.glob(pattern)]
@@ -152,6 +153,12 @@ class MovieLens:
             path = folder / name
             if path not in files.paths and path.is_file():
                 self.left_out.append(name)
+
+    def _tenth(self, path: Path) -> str:
+        """Returns in words what of a file is read where a tenth of it is evaluated on."""
+        if self.split == "train":
+            return f"{path.name} but a tenth by a hash"
+        return f"a tenth of {path.name} by a hash"
 
     def _set_features(
         self, users: list[User | None], films: list[Film | None], users_are_known: bool

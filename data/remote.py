@@ -5,7 +5,8 @@
 
 <hash of the URL>/files has each file under a hash of its path, size and etag, whole or not there.
 Beside it is a folder of hard links for each state of the bucket that was copied: so the files of a
-run do not change while it reads them. The file `url` names the URL.
+run do not change while it reads them. Beside the links .tags.json has the etags or times of the
+files. The file `url` names the URL.
 """
 
 import collections
@@ -13,6 +14,7 @@ import dataclasses
 import fcntl
 import functools
 import hashlib
+import json
 import logging
 import os
 import posixpath
@@ -55,6 +57,7 @@ QUIET = (AbstractFileSystem.find, AsyncFileSystem._find)  # they leave out what 
 # Patterns for a prepared folder: without the files of its passes, but with the one that says that
 # its upload did not end.
 FINISHED = ("!*parts/*", "*parts/unfinished")
+STATE_TAGS = ".tags.json"  # of a state of a bucket, the tags of its files by their paths
 
 
 @dataclasses.dataclass(frozen=True)
@@ -306,7 +309,37 @@ def _update(url: str, root: str, cache: Path, patterns: tuple[str, ...]) -> str:
         link.parent.mkdir(parents=True, exist_ok=True)
         if not link.exists():
             os.link(blob, link)
+    _write_tags(cache / state / STATE_TAGS, files)
     return str(top)
+
+
+def _write_tags(path: Path, files: dict[str, Stored]) -> None:
+    """Writes the tags of a state's files, whole or not at all; they never change."""
+    if path.exists():
+        return
+    tags = {name: stored.tag for name, stored in files.items()}
+    partial = path.with_suffix(".part")
+    partial.write_text(json.dumps(tags))
+    os.replace(partial, path)
+
+
+def stored_tag(path: str | Path) -> str:
+    """Returns what its store says of the state of a file that `local_copy` has copied, an etag or a
+    time; "" for any other file, and where the store says nothing."""
+    caches = cache_folder("").parent
+    inside = str(path).removeprefix(f"{caches}/")
+    if inside == str(path):
+        return ""
+    url, _, rest = inside.partition("/")
+    state, _, rest = rest.partition("/")
+    top, _, below = rest.partition("/")
+    tags = caches / url / state / STATE_TAGS
+    return _read_tags(tags).get(below or top, "") if tags.is_file() else ""
+
+
+@functools.lru_cache(maxsize=4)
+def _read_tags(path: Path) -> dict[str, str]:
+    return json.loads(path.read_text())
 
 
 @dataclasses.dataclass(frozen=True)

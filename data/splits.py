@@ -311,6 +311,20 @@ def said(train, *evaluations) -> str:
     return f" ({sentence(read_from(train.source, shown(sources), left_out))})"
 
 
+def sources_of(train, *evaluations, of: str = "source") -> dict[str, str]:
+    """Returns what a run records of the split of its data; {} for a synthetic one.
+
+    Args:
+        of: the attribute of the data sets; a data set without it has read its `source`.
+    """
+    if not getattr(train, "source", ""):
+        return {}
+    read = []
+    for dataset in (train, *evaluations):
+        read.append(getattr(dataset, of, "") or dataset.source)
+    return {"train": read[0], "evaluation": ", ".join(dict.fromkeys(read[1:]))}
+
+
 def set_source(dataset, report: dict, evaluation: bool) -> None:
     """Sets `source` and `left_out` of a data set that `make data` has prepared, by its report."""
     split = "evaluation" if evaluation else "train"

@@ -100,6 +100,59 @@ def test_help_names_the_program_as_it_is_started(capsys):
     assert "python -m train.net" in capsys.readouterr().out
 
 
+# ---- a preset that is chosen -------------------------------------------------------------------
+def chosen(line: str, capsys) -> tuple[Config, str]:
+    """Returns the Config of a command line of a script that chooses its preset by --data, and what
+    it prints."""
+    found = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["net", *line.split()])
+        cli.run(found.append, PRESETS, lambda data: "tiny" if data == "small" else "full")
+    (config,) = found
+    return config, capsys.readouterr().out
+
+
+@pytest.fixture
+def without_watch(monkeypatch):
+    """Presets without the flags of watchers, which this Config has not."""
+    monkeypatch.setattr(cli.optional, "is_here", lambda part: False)
+
+
+@pytest.mark.usefixtures("without_watch")
+@pytest.mark.parametrize(
+    ("line", "lr", "said"),
+    [
+        ("--data small", 0.2, "preset tiny, chosen by what small holds\n"),
+        ("--log-every 5 --data=large", 0.1, "preset full, chosen by what large holds\n"),
+        ("--data small --lr 0.5", 0.5, "preset tiny, chosen by what small holds\n"),
+        ("full --data small", 0.1, ""),
+        ("--lr 0.3", 0.3, ""),
+    ],
+)
+def test_without_a_preset_the_data_choose_one(capsys, line, lr, said):
+    config, printed = chosen(line, capsys)
+
+    assert config.lr == lr
+    assert printed == said
+
+
+@pytest.mark.usefixtures("without_watch")
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("--lr 1 tiny", "the preset comes first, not --lr"),
+        ("--lr x", "--lr cannot be used"),
+        ("", "the preset comes first: "),
+        ("small", "the preset comes first, not small"),
+    ],
+)
+def test_a_command_that_cannot_be_used_chooses_none(capsys, line, message):
+    with pytest.raises(SystemExit):
+        chosen(line, capsys)
+
+    assert message in capsys.readouterr().err
+
+
 SCRIPTS = ["resnet50", "dlrm", "glue", "pretrain", "transformer", "translate"]
 
 

@@ -155,6 +155,9 @@ def test_without_numbers_a_constant_is_the_dense_feature(tmp_path):
         (pa.array(["NA", " b "], pa.large_string()), ["NA", " b "]),
         (pa.array([None, None]), ["", ""]),
         (pa.array(["ä".encode()]), ["ä"]),
+        (pa.array([2**53 + 1, -(2**63)]), ["9007199254740993", "-9223372036854775808"]),
+        (pa.array([2**64 - 1], pa.uint64()), ["18446744073709551615"]),
+        (pa.array([2**53 + 1]).dictionary_encode(), ["9007199254740993"]),
     ],
 )
 def test_a_category_is_the_text_of_its_value(column, text):
@@ -179,6 +182,38 @@ def test_numbers_are_read_from_text_and_from_numbers(column):
 
     expected = [1, 2.5, -30, *[np.nan] * 4]
     np.testing.assert_array_equal(found["price"].to_numpy(), expected)
+
+
+@pytest.mark.parametrize(
+    "column",
+    [
+        pa.array([2**53 + 1, -(2**63), None]),
+        pa.array([2**53 + 1, 2**64 - 1, None], pa.uint64()),
+    ],
+)
+def test_large_integers_become_the_nearest_number(column):
+    whole = clicks.typed(pa.table({"a": column}), Names(dense=("a",)))
+    as_text = clicks.typed(pa.table({"a": column.cast(pa.string())}), Names(dense=("a",)))
+
+    assert whole["a"][:2].to_pylist() == [float(value) for value in column[:2].to_pylist()]
+    np.testing.assert_array_equal(whole["a"].to_numpy(), as_text["a"].to_numpy())
+
+
+def test_ids_of_64_bits_stay_apart_in_every_kind_of_file(tmp_path):
+    """Three ids that a float64 would make one; lists of them, too."""
+    ids = [2**53, 2**53 + 1, 2**63 - 1, 2**63 - 2]
+    log = {"clicked": [0, 1] * 10, "user": ids * 5, "tags": [[number] for number in ids] * 5}
+    flags = {"label": "clicked", "categorical": "user", "multi": "tags"}
+    packed = {**log, "tags": [list(map(str, tags)) for tags in log["tags"]]}
+    found = []
+    for name, columns in (("log.csv", packed), ("log.parquet", log)):
+        out = tmp_path / f"{name} prepared"
+        prepare(write(tmp_path / name, columns), out, **flags)
+        categories = Columns.load(out / "columns").categories
+        found += [category.values.to_pylist() for category in categories]
+
+    assert found == [sorted(map(str, ids), key=found[0].index)] * 4
+    assert set(found[0]) == set(map(str, ids))
 
 
 @pytest.mark.parametrize(
@@ -301,6 +336,34 @@ def test_lines_that_a_carriage_return_ends_are_refused(tmp_path):
         clicks.read_header(path, ["user"])
 
 
+READABLE = {
+    "a byte order mark and an empty line": b"\xef\xbb\xbf\r\n\nuser,b\n1,2\n",
+    "a name in quotes with a line break": b'"a\nb",user\n2,1\n',
+    "a quote within a name": b'5" wide,user\n2,1\n',
+    "a quote within a value, and one of several lines at the end": b'user,b\n1,"5"" x"\n3,5" y\n',
+    "columns without names": b",user,\n2,1,\n",
+    "a name twice that is not needed": b"b,b,user\n2,2,1\n",
+    "no line end at the end of the file": b"user,b\r\n1,2",
+    "a quote that closes at the end": b'user,b\n1,"2\n3"',
+}
+
+
+@pytest.mark.parametrize("name", READABLE)
+def test_unusual_files_are_read(tmp_path, name):
+    path = tmp_path / "log.csv"
+    path.write_bytes(READABLE[name])
+
+    assert values(path, "user")[0] == "1"
+
+
+def test_an_odd_number_of_quotes_may_be_right(tmp_path):
+    """A last value of several lines, whose quotes close, has swallowed no row."""
+    path = tmp_path / "log.csv"
+    path.write_bytes(b'user,b\n1,5" y\n2,"3\n4"\n')
+
+    assert values(path, "b") == ['5" y', "3\n4"]
+
+
 @pytest.mark.parametrize("rows", [1, 7, 50, 1000])
 @pytest.mark.parametrize("name", ["log.csv.gz", "log.parquet"])
 def test_tables_have_the_rows_asked_for(tmp_path, monkeypatch, name, rows):
@@ -319,10 +382,24 @@ FILES = {
     "log.csv is empty": b"",
     "log.csv has no column user; its columns are a, b; name one": b"a,b\n1,2\n",
     "log.csv has 2 columns user; rename": b"user,user\n1,2\n",
-    r"log.csv row 2 has 3 columns instead of 2: '4,5,6'": b"user,b\n1,2\n4,5,6\n",
-    r"log.csv row 1 has 1 columns instead of 2: '1'": b"user,b\n1\n4,5\n",
+    r"log.csv row 2: it has 3 columns instead of 2: '4,5,6'": b"user,b\n1,2\n4,5,6\n",
+    r"log.csv row 1: it has 1 columns instead of 2: '1'": b"user,b\n1\n4,5\n",
     r"row of more than 400 bytes; is there a quote": b'user,b\n1,"2\n' + b"3,4\n" * 300,
     r"header that is not UTF-8": b"user,\xff\n1,2\n",
+    r"no names of columns in its first line, '\\t\\t'; expected a header": b"\t\t\nuser\tb\n1\t2\n",
+    r"no names of columns in its first line, '  '; expected a header": b"  \r\nuser,b\r\n1,2\r\n",
+    r"no names of columns in its first line, ',,'; expected a header": b",,\n1,2,3\n",
+    r"its columns are  user, b; remove the spaces around user$": b" user,b\n1,2\n",
+    r"is not UTF-8 but UTF-16, or no text": "user,b\n1,2\n".encode("utf-16"),
+    r"not UTF-8 but UTF-16, or no text; convert": "user,b\n1,2\n".encode("utf-16-be"),
+    r"log.csv is empty; expected a header": b"\xef\xbb\xbf\n\r\n",
+    r"log.csv has a header and no rows; expected at least": b"user,b",
+    r"columns are b, user 1,2 3,4 ; is there a quote": b'b,"user\n1,2\n3,4\n',
+    r"row 1: it has 3 columns instead of 2: '1,2,'; fix": b"user,b\n1,2,\n",
+    r"row 1: it has 2 columns instead of 3: '1,2'; fix": b"user,b,\n1,2\n",
+    r"row 2: it has 1 columns instead of 2: '   '; fix": b"user,b\n1,2\n   \n3,4\n",
+    r"a quote \(\"\) that is not closed: the last row would go on": b'user,b\n1,2\n3,"4\n5,6\n7,8',
+    r"a quote \(\"\) that is not closed: the last row would": b'user,b\n1,2\n3,"4\n',
 }
 
 

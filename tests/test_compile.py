@@ -234,6 +234,7 @@ runpy.run_module("tpu.compiler.compile", run_name="__main__")
 """
 
 
+@pytest.mark.slow  # `make guards` runs it
 def test_ctrl_c_ends_a_compile_in_one_line():
     """And not with the exit code of a step that does not fit."""
     ended = run("-c", INTERRUPTED, ends=130)
@@ -259,7 +260,7 @@ def test_libtpu_is_asked_for_as_much_vmem_as_in_a_run(model, kib, monkeypatch):
     assert os.environ["LIBTPU_INIT_ARGS"].partition("vmem_limit_kib=")[2] == kib
 
 
-# Staged steps
+# Staged steps. `make guards` runs them, and the slow ones of this file, too.
 
 
 @pytest.fixture(scope="module")
@@ -277,6 +278,7 @@ def without_precision(wanted: str, products: list[list]) -> list[str]:
     return opcodes
 
 
+@pytest.mark.slow
 def test_products_are_float32_only_where_that_is_asked_for(staged):
     """The precision of every product of a step, forward and backward.
 
@@ -296,6 +298,7 @@ def test_products_are_float32_only_where_that_is_asked_for(staged):
         assert len(products) >= 10, (key, products)
 
 
+@pytest.mark.slow
 def test_convolutions_are_float32_in_the_forward_pass_only(staged):
     """Of 3 products a convolution two are backward, for which torch_xla 2.9 asks for nothing."""
     products = staged["products"]["float32 resnet50"]
@@ -307,12 +310,14 @@ def test_convolutions_are_float32_in_the_forward_pass_only(staged):
     assert 3 * len(other) == 2 * opcodes.count("convolution")
 
 
+@pytest.mark.slow
 def test_a_value_read_in_a_staged_step_is_named_with_its_line(staged):
     message = "GraphError: reading_step reads a value of the device in the middle of the step"
     assert message in staged["error"]
     assert re.search(r"staged_steps.py:\d+: if model\(batch", staged["error"])
 
 
+@pytest.mark.slow
 def test_a_staged_step_donates_all_that_it_trains(staged):
     names = []
     for name in ("0.weight", "1.bias", "1.weight"):
@@ -329,6 +334,7 @@ def test_a_staged_step_donates_all_that_it_trains(staged):
     assert staged["outputs"] == len(staged["donated"]) + 1
 
 
+@pytest.mark.slow
 def test_a_staged_step_knows_the_sharding_of_all_that_it_reads(staged):
     shardings = staged["shardings"]  # the batch's among them
     assert shardings["batches.0.ids"] == [["data", None], {"data": 256}]
@@ -336,12 +342,14 @@ def test_a_staged_step_knows_the_sharding_of_all_that_it_reads(staged):
     assert shardings["state.model.0.weight"][0] == [None, None]
 
 
+@pytest.mark.slow
 def test_a_staged_table_takes_no_memory(staged):
     """30 million rows of 8, in lines of 16 rows: a gigabyte that never existed."""
     tables = [shape for shape in staged["shapes"] if re.fullmatch(r"f32\[187\d+,128\]", shape)]
     assert tables, staged["shapes"]
 
 
+@pytest.mark.slow
 def test_safe_forms_change_the_program_of_attention_only(staged):
     """And a program that is staged again, after another, has the same fingerprint."""
     usual, safe, again = staged["forms"]["bert"]

@@ -4,9 +4,10 @@ agrees with torchrec, and refuses tables and ids that do not fit.
 What it shares with the other scripts is in test_scripts.py.
 """
 
+import json
 import re
 import signal
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import numpy as np
 import pytest
@@ -91,6 +92,28 @@ def test_a_terminated_run_resumes_on_other_devices(run_of, tmp_path, capsys, mon
     expected = losses_by_step(path)
     logged = {step: expected[step] for step in (8, 16, 32, 48, 64, 80, 96)}
     assert losses_by_step(tmp_path / "moved") == pytest.approx(logged, rel=2e-5)
+
+
+def test_an_older_run_on_movielens_keeps_its_split(tmp_path):
+    """It read a tenth by a hash, and recorded no split: with the official one it is refused."""
+    for name, users in {
+        "u.data": range(60),
+        "ua.base": range(50),
+        "ua.test": range(50, 60),
+    }.items():
+        lines = [f"{user}\t{user % 7}\t{user % 5 + 1}\t0\n" for user in users]
+        (tmp_path / name).write_text("".join(lines))
+    config = replace(LEARNS, data=str(tmp_path), batch_size=32, runs=str(tmp_path), name="old")
+    stored = {"config": asdict(config), "starts": []}
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old/config.json").write_text(json.dumps(stored))
+
+    message = (
+        r"old was started with other values \(trained on u.data but a tenth by a hash, evaluated "
+        r"on a tenth of u.data by a hash; now on ua.base, and on ua.test\); use another --name"
+    )
+    with pytest.raises(InputError, match=message):
+        dlrm.main(config)
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,12 @@
 """train/dlrm.py on a user's own clicks: it learns, resumes, and its export has names and maps."""
 
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 
+import criteo_text
+import fsspec
 import numpy as np
 import pandas as pd
 import pytest
@@ -15,6 +18,7 @@ from sklearn.metrics import roc_auc_score
 
 from bench import dlrm_torchrec
 from data.clicks import Columns
+from data.prepare import criteo
 from data.prepare.clicks import prepare
 from errors import InputError
 from train import dlrm
@@ -50,6 +54,43 @@ def trained(config) -> tuple[Path, dict[str, float]]:
 def perfect_auc(rows: int) -> float:
     """Returns the AUC of the true probabilities on the last rows."""
     return roc_auc_score(DRAWN.columns["clicked"][-rows:], DRAWN.probability[-rows:])
+
+
+@pytest.mark.parametrize("place", ["prepared", ""], ids=["prepared", "beside"])
+def test_the_preset_of_own_clicks_is_that_of_the_data(prepared, place):
+    """Where the command, as that of make, has none."""
+    assert dlrm.preset_of(str(prepared.parent / place)) == "clicks"
+
+
+def test_the_preset_of_other_data_is_that_of_criteo(tmp_path, monkeypatch):
+    rows = tmp_path / "criteo/train.txt"
+    criteo_text.write(rows, criteo_text.random_rows(70, 0))
+    criteo.prepare(rows.parent)
+
+    for data in (rows.parent, rows.parent / "prepared", tmp_path, tmp_path / "none", "synthetic"):
+        assert dlrm.preset_of(str(data)) == "kaggle"
+
+
+def test_the_preset_of_own_clicks_at_a_url_is_clicks(prepared, tmp_path, monkeypatch):
+    monkeypatch.setenv("DATA_CACHE_DIR", str(tmp_path / "cache"))
+    url = f"memory://{tmp_path.name}/own"
+    fsspec.filesystem("memory").put(f"{prepared}/", url, recursive=True)
+
+    assert dlrm.preset_of(url) == "clicks"
+
+
+def test_the_command_without_a_preset_has_that_of_the_data(prepared, tmp_path, monkeypatch, capsys):
+    """And the flags that are given."""
+    monkeypatch.setattr(sys, "argv", ["dlrm", "--data", str(prepared), "--batch-size", "64"])
+    configs = []
+
+    dlrm.cli.run(configs.append, dlrm.PRESETS, dlrm.preset_of)
+
+    (config,) = configs
+    for name in ("bottom", "top", "optimizer", "lr"):
+        assert getattr(config, name) == getattr(dlrm.CLICKS, name)
+    assert config.batch_size == 64
+    assert f"preset clicks, chosen by what {prepared} holds" in capsys.readouterr().out
 
 
 def test_own_clicks_are_learnt(trained, config):

@@ -66,17 +66,23 @@ class PlainRuns:
 
 @pytest.fixture(scope="module")
 def plain(request, tmp_path_factory) -> PlainRuns:
-    """The runs "short" and "alike"; and "stopped", which a crash, a kill and a SIGTERM have ended
-    before it came to its end."""
+    """The run "alike"."""
     name = request.param
     folder = tmp_path_factory.mktemp(f"plain_{name}")
+    runs = ["no dropout"] if name in HAVE_DROPOUT else []
+    return PlainRuns(name, folder, metrics_of_runs(name, folder, *runs, "alike"))
+
+
+@pytest.fixture
+def stopped(tmp_path_factory, name: str) -> PlainRuns:
+    """The runs "short"; and "stopped", which a crash, a kill and a SIGTERM have ended before it
+    came to its end."""
+    folder = tmp_path_factory.mktemp(f"stopped_{name}")
     killed = start_runs(name, folder, "stopped by a crash", "stopped by kill")
     assert killed.returncode == -9, killed.stdout + killed.stderr
 
     runs = ["stopped by terminate", "stopped", "short"]
-    if name in HAVE_DROPOUT:
-        runs.append("no dropout")
-    return PlainRuns(name, folder, metrics_of_runs(name, folder, *runs, "alike"))
+    return PlainRuns(name, folder, metrics_of_runs(name, folder, *runs))
 
 
 # Two stand for all: one with tables, one without; the others in `make test-all`.
@@ -84,16 +90,17 @@ MARKED = [name if name == "dlrm" else pytest.param(name, marks=pytest.mark.slow)
 every_script = pytest.mark.parametrize("plain", MARKED, indirect=True)
 
 
-@every_script
-def test_without_torch_xla_a_run_resumes_exactly(plain):
-    stopped = plain.folder / "stopped/run"
-    short = plain.folder / "short/run"
-    stored = json.loads((stopped / "config.json").read_text())
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TRIALS)
+def test_without_torch_xla_a_run_resumes_exactly(stopped):
+    folder = stopped.folder / "stopped/run"
+    short = stopped.folder / "short/run"
+    stored = json.loads((folder / "config.json").read_text())
 
     assert len(stored["starts"]) == 4
-    assert records(stopped) == records(short)
-    assert plain.metrics["stopped"] == plain.metrics["short"]
-    assert equal(exported(stopped), exported(short))
+    assert records(folder) == records(short)
+    assert stopped.metrics["stopped"] == stopped.metrics["short"]
+    assert equal(exported(folder), exported(short))
     assert summary(short)["report"] == {}
 
 

@@ -18,6 +18,8 @@ from train.common import cli, device
 from train.common.evaluation import FinishedRun, settings_of_run
 
 every_script = pytest.mark.parametrize("name", TRIALS)
+# A test with the name of a script runs in the process that has trained the trial of that script.
+of_glue = pytest.mark.parametrize("name", ["glue"])
 
 
 def recorded(path: str, pattern: str = "synthetic*-usual.json") -> dict:
@@ -65,9 +67,10 @@ def test_one_device_evaluates_what_four_have_trained(name, run_of):
     assert found["metrics"] == pytest.approx(metrics, rel=1e-3)
 
 
-def test_the_command_line_takes_the_flags_that_count(run_of, capsys, monkeypatch):
+@of_glue
+def test_the_command_line_takes_the_flags_that_count(name, run_of, capsys, monkeypatch):
     """The values of the preset do not count: it has another batch and another task."""
-    path, metrics, _ = run_of("glue")
+    path, metrics, _ = run_of(name)
     words = ["full", "--evaluate", path, "--batch-size", "64", "--split", "dev", "--task", "sst2"]
     monkeypatch.setattr("sys.argv", ["glue.py", *words])
 
@@ -80,8 +83,9 @@ def test_the_command_line_takes_the_flags_that_count(run_of, capsys, monkeypatch
     assert cli.given(glue.Config()) == frozenset()
 
 
-def test_plain_pytorch_evaluates_what_xla_has_trained(run_of, monkeypatch):
-    path, metrics, _ = run_of("glue")
+@of_glue
+def test_plain_pytorch_evaluates_what_xla_has_trained(name, run_of, monkeypatch):
+    path, metrics, _ = run_of(name)
     monkeypatch.setenv("CPU_NUM_DEVICES", "1")
     try:
         found = glue.main(glue.Config(evaluate=path, device="cpu", split="train"))

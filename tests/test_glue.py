@@ -300,6 +300,7 @@ def test_a_start_says_how_many_examples_are_cut(mnli_run, monkeypatch):
     assert f"64 examples ({cut} cut to 40 tokens)" in mnli_run.output
 
 
+@pytest.mark.slow  # test_own_text.py learns one
 def test_a_regression_learns_and_counts_every_example_once(tmp_path, monkeypatch):
     fewer_sentences(monkeypatch, (2048, 141))
     config = replace(

@@ -355,6 +355,24 @@ def test_the_first_whole_official_split_is_taken_and_said(folder, files):
         assert (other in said.partition("left out: ")[2]) == (other not in taken)
 
 
+def test_a_run_records_the_split_and_what_older_versions_read(folder, tmp_path):
+    older = splits.sources_of(*open_both(folder))
+    write_split(folder, "ua", BASE, TEST)
+    logs = open_both(folder)
+    (tmp_path / "alone").mkdir()
+    write_split(tmp_path / "alone", "ub", BASE, TEST)  # which older versions refused
+
+    assert older == {
+        "train": "u.data but a tenth by a hash",
+        "evaluation": "a tenth of u.data by a hash",
+    }
+    assert splits.sources_of(*logs) == {"train": "ua.base", "evaluation": "ua.test"}
+    assert splits.sources_of(*logs, of="older_source") == older
+    alone = open_both(tmp_path / "alone")
+    expected = {"train": "ub.base", "evaluation": "ub.test"}
+    assert splits.sources_of(*alone, of="older_source") == splits.sources_of(*alone) == expected
+
+
 def test_an_official_split_is_copied_from_a_url(folder, request):
     write_split(folder, "u1", BASE, TEST)
     url = request.getfixturevalue("url")

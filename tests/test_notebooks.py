@@ -421,12 +421,7 @@ class Executed:
     folder: Path  # of the notebook, with its runs
 
 
-NAMES = ["dlrm"]
-for slow in ("glue", "resnet50", "transformer"):
-    NAMES.append(pytest.param(slow, marks=pytest.mark.slow))
-
-
-@pytest.fixture(scope="module", params=NAMES)
+@pytest.fixture(scope="module", params=CLAIMS)
 def executed(request, tmp_path_factory) -> Executed:
     """An error in a cell, such as its assertion's, is raised here."""
     name = request.param
@@ -434,6 +429,7 @@ def executed(request, tmp_path_factory) -> Executed:
     return Executed(name, execute(name, folder), folder / "notebooks")
 
 
+@pytest.mark.slow
 def test_it_runs_and_reaches_what_it_claims(executed):
     claim = CLAIMS[executed.name]
     run = executed.folder / f"runs/{executed.name}-notebook"
@@ -442,11 +438,13 @@ def test_it_runs_and_reaches_what_it_claims(executed):
     assert summary["metrics"][claim.metric] >= claim.least
 
 
+@pytest.mark.slow
 def test_it_draws_a_plot(executed):
     (plot,) = [cell for cell in executed.notebook["cells"] if cell["id"] == "plot"]
     assert any("image/png" in output.get("data", {}) for output in plot["outputs"])
 
 
+@pytest.mark.slow
 def test_the_outputs_that_are_kept_are_of_this_code(executed):
     """The same sizes, steps and number of lines."""
     kept = read(executed.name)

@@ -287,6 +287,7 @@ def test_labels_of_a_csv_are_learned(objective, listed, tmp_path):
     assert resnet50.main(resnet50.Config(evaluate=str(tmp_path / "run"))) == metrics
 
 
+@pytest.mark.slow
 def test_resume_is_exact_with_what_the_preset_chose(listed, torchvision_file, tmp_path, capsys):
     """On several columns of 0 and 1, by accumulated micro-batches. It learns them, too."""
     config = replace(

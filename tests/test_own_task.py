@@ -21,6 +21,7 @@ def test_it_reads_nothing_where_it_cannot_learn():
     assert own_task.main(lr=0.0) < 0.3
 
 
+@pytest.mark.slow
 def test_four_devices_give_the_accuracy_of_one():
     accuracy = own_task.main()
 

@@ -6,6 +6,8 @@ Plan, passes, resume, report, command line.
 import contextlib
 import dataclasses
 import errno
+import io
+import json
 import os
 import re
 import runpy
@@ -19,6 +21,7 @@ from pathlib import Path
 from types import ModuleType
 
 import fsspec
+import numpy as np
 import pytest
 from click_tables import FLAGS as CLICK_FLAGS
 from click_tables import draw
@@ -28,7 +31,7 @@ from criteo_text import random_rows, write
 
 from data import remote
 from data.criteo import open_clicks
-from data.prepare import clicks, criteo, files, pipeline, text, wmt
+from data.prepare import clicks, criteo, files, pipeline, sources, text, wmt
 from data.remote import local_copy
 from data.text import open_text
 from data.wmt import open_pairs
@@ -313,9 +316,86 @@ def test_other_flags_or_sources_of_a_finished_folder_are_refused(tmp_path, made)
     longer = min(text.iterdir())
     longer.write_bytes(longer.read_bytes() + b"more")
     size = longer.stat().st_size
-    sources = rf".*\({size - 4} bytes\).* now .*{longer.name} \({size} bytes\)"
-    with pytest.raises(InputError, match=f"prepared with other sources: {sources}"):
+    change = f"{longer.name} had {size - 4} bytes, now {size}"
+    with pytest.raises(InputError, match=f"was prepared from other data: {change}; choose"):
         made.prepare(out, text=text)
+
+
+def test_a_file_of_the_same_size_that_changed_is_refused(tmp_path, made):
+    """Even where its time is that of the one before."""
+    text = Path(shutil.copytree(made.text, tmp_path / "text"))
+    changed = min(text.iterdir())
+    stat = changed.stat()
+    changed.write_bytes(changed.read_bytes()[:-1] + b"?")
+    os.utime(changed, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+
+    message = f"from other data: {changed.name} has other content of the same size; choose"
+    with pytest.raises(InputError, match=message):
+        made.prepare(made.out, text=text)
+
+
+def test_a_copy_of_the_files_with_other_times_is_the_same(tmp_path, capsys, made):
+    text = tmp_path / "text"
+    shutil.copytree(made.text, text, copy_function=shutil.copyfile)
+    for path in text.iterdir():
+        os.utime(path, (1, 1))
+
+    assert made.prepare(made.out, text=text) == made.report
+    assert capsys.readouterr().out.endswith("prepared is already prepared\n")
+
+
+def as_older(plan: Path) -> None:
+    """Makes a plan or a report what an older version wrote: without marks of the content."""
+    content = json.loads(plan.read_text())
+    for source in content["sources"]:
+        del source["sha256"]
+    plan.write_text(json.dumps(content))
+
+
+def test_what_an_older_version_prepared_is_usable(tmp_path, capsys, made):
+    out = Path(shutil.copytree(made.out, tmp_path / "prepared"))
+    report = next(path for path in out.iterdir() if path.name in pipeline.LAST[:3])
+    as_older(report)
+
+    made.prepare(out)
+
+    assert "names and sizes; whether their content has changed is not known" in (
+        capsys.readouterr().out
+    )
+    assert made.program.open(str(out), "train")
+    text = Path(shutil.copytree(made.text, tmp_path / "text"))
+    min(text.iterdir()).write_bytes(b"another size")
+    with pytest.raises(InputError, match=r"other data: .* bytes.* then, .*\(12 bytes.* now; ch"):
+        made.prepare(out, text=text)
+
+
+def test_what_an_older_version_began_is_resumed(tmp_path, capsys, made):
+    out = tmp_path / "prepared"
+    with finished_files(3), contextlib.suppress(KeyboardInterrupt):
+        made.prepare(out)
+    as_older(out / "parts/plan.json")
+
+    made.prepare(out)
+
+    assert "resuming the unfinished preparation" in capsys.readouterr().out
+    assert contents(out) == made.contents
+
+
+def test_a_file_that_changes_meanwhile_is_refused(tmp_path, monkeypatch, made):
+    text = Path(shutil.copytree(made.text, tmp_path / "text"))
+    changed = min(text.iterdir())
+    finish = pipeline.Preparation.finish
+
+    def change_and_finish(self, figures: dict) -> dict:
+        changed.write_bytes(changed.read_bytes() + b"more")
+        return finish(self, figures)
+
+    monkeypatch.setattr(pipeline.Preparation, "finish", change_and_finish)
+    message = rf"{changed.name} had .* bytes, now .*: it changed while it was prepared"
+    with pytest.raises(InputError, match=message):
+        made.prepare(tmp_path / "out", text=text)
+    with pytest.raises(InputError, match="not prepared to its end"):
+        made.program.open(str(tmp_path / "out"), "train")
 
 
 # ---- URLs --------------------------------------------------------------------------------------
@@ -409,6 +489,26 @@ def test_a_folder_at_a_url_is_whole_or_not_at_all(at_urls, monkeypatch, capsys, 
     assert bucket.ls(out, detail=True) == uploaded
     flag, value = made.flags[:2]
     at_urls.refused(f"{out} was prepared with other --", "--out", out, flag, value + 8)
+
+
+def test_large_files_at_a_url_are_known_by_their_tags(at_urls, monkeypatch, tmp_path, capsys):
+    """Whenever they were copied: another host has copies of other times."""
+    monkeypatch.setattr(sources, "CHECKSUM_BYTES", 0)
+    out = ["--out", tmp_path / "out"]
+    at_urls.made.main("--data", at_urls.data, *out)
+    shutil.rmtree(tmp_path / "cache")
+    local_copy.cache_clear()
+
+    at_urls.made.main("--data", at_urls.data, *out)
+
+    assert "out is already prepared\n" in capsys.readouterr().out
+    bucket = fsspec.filesystem("memory")
+    changed = min(bucket.find(at_urls.data))
+    content = bucket.cat_file(changed)
+    bucket.pipe_file(changed, content[:-1] + b"?")
+    local_copy.cache_clear()
+    name = Path(changed).name
+    at_urls.refused(f"other data: {name} has another etag or time in its store", *out)
 
 
 # ---- the command line --------------------------------------------------------------------------
@@ -511,3 +611,106 @@ def test_an_error_of_what_is_read_stays_as_it_is(tmp_path):
 
     with pytest.raises(OSError, match="Input/output error"), files.whole(path):
         raise OSError(errno.EIO, "Input/output error")
+
+
+FULL_DISK = """
+import sys, numpy as np
+from pathlib import Path
+from data.prepare.files import create_array, write_rows
+from errors import InputError
+path = Path(sys.argv[1])
+try:
+    create_array(path, np.float32, (1 << 20, 1))
+    write_rows(path, 0, np.ones((1 << 20, 1)))
+except InputError as error:
+    print(error)
+print(path.exists())
+"""
+
+
+@pytest.fixture
+def small_disk(tmp_path) -> Iterator[Path]:
+    """A file system of 1 MB."""
+    folder = tmp_path / "small"
+    folder.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=1m", "none", folder]
+    mounted = subprocess.run(command, capture_output=True, text=True)
+    if mounted.returncode:
+        pytest.skip(f"no file system can be mounted here: {mounted.stderr.strip()}")
+    yield folder
+    subprocess.run(["umount", folder], check=True)
+
+
+def test_arrays_that_do_not_fit_are_a_sentence_at_once(small_disk):
+    """And not the signal by which a full disk kills what writes into a memory map."""
+    command = [sys.executable, "-c", FULL_DISK, small_disk / "train_dense.npy"]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+
+    assert ended.returncode == 0, ended.stderr
+    message = (
+        r"\S*train_dense.npy cannot be written: No space left on device; it needs 4,194,304 bytes, "
+        r"and (1,048,576|1,04\d,\d{3}) are free; make room, and give the same command again\n"
+        r"False\n"
+    )
+    assert re.fullmatch(message, ended.stdout)
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
+def test_an_array_without_room_leaves_no_file(tmp_path, monkeypatch, number):
+    def refuse(descriptor: int, start: int, size: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "posix_fallocate", refuse)
+    with pytest.raises(InputError, match=r"a.npy cannot be written: .*; it needs 24 bytes, and"):
+        files.create_array(tmp_path / "a.npy", np.int32, (3, 2))
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("number", [errno.EOPNOTSUPP, errno.EINVAL, None])
+def test_without_allocation_zeros_are_written(tmp_path, monkeypatch, number):
+    """None: the system has no such function."""
+
+    def refuse(descriptor: int, start: int, size: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    if number:
+        monkeypatch.setattr(os, "posix_fallocate", refuse)
+    else:
+        monkeypatch.delattr(os, "posix_fallocate")
+    monkeypatch.setattr(files, "ZEROS", 1000)
+    path = tmp_path / "a.npy"
+    files.create_array(path, np.int32, (700, 2))
+
+    assert path.stat().st_blocks * 512 >= 5600
+    np.testing.assert_array_equal(np.load(path), np.zeros((700, 2), np.int32))
+
+
+def test_an_array_has_its_space_on_the_disk_and_its_rows(tmp_path):
+    path = tmp_path / "a.npy"
+    files.create_array(path, np.float32, (100_000, 2))
+    assert path.stat().st_blocks * 512 >= 800_000
+
+    rows = np.arange(10).reshape(5, 2)
+    files.write_rows(path, 99_995, rows)
+
+    found = np.load(path)
+    assert found.dtype == np.float32
+    np.testing.assert_array_equal(found[99_995:], rows)
+    assert not found[:99_995].any()
+    with pytest.raises(ValueError, match=r"rows \(5, 2\) from 99996 on are not in"):
+        files.write_rows(path, 99_996, rows)
+
+
+def test_rows_for_a_full_disk_are_a_sentence(tmp_path, monkeypatch):
+    """Of a file that an older version created without its space, or on a disk that copies what is
+    written anew."""
+    path = tmp_path / "a.npy"
+    files.create_array(path, np.int32, (4, 2))
+
+    class Full(io.FileIO):
+        def write(self, content) -> int:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(files, "open", lambda path, mode: Full(path, mode), raising=False)
+    with pytest.raises(InputError, match=r"a.npy cannot be written: No space .*; make room, and"):
+        files.write_rows(path, 0, np.ones((4, 2)))

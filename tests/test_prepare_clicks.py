@@ -151,6 +151,184 @@ def test_a_number_that_never_changes_is_said(tmp_path, capsys):
     assert not everything(tmp_path / "prepared", "train")["dense"].any()
 
 
+def test_a_table_has_no_more_rows_than_asked_for(tmp_path, capsys):
+    path = write(tmp_path / "log.csv", COLUMNS)
+    whole = pre.prepare(path, tmp_path / "whole", **FLAGS)
+
+    report = pre.prepare(path, tmp_path / "cut", max_rows=10, **FLAGS)
+
+    assert whole["table_rows"] == [41, 26, 9]
+    assert report["table_rows"] == [10, 10, 9]
+    ours = clicks.Columns.load(tmp_path / "cut/columns").categories
+    theirs = clicks.Columns.load(tmp_path / "whole/columns").categories
+    for category, uncut in zip(ours, theirs, strict=True):
+        assert category.values.to_pylist() == uncut.values.to_pylist()[:9]
+    ids = everything(tmp_path / "whole", "train")["ids"]
+    ids[:, :2][ids[:, :2] >= 10] = 0
+    np.testing.assert_array_equal(everything(tmp_path / "cut", "train")["ids"], ids)
+    pre._summary(report)
+    assert "table rows: user 10 of 40 values, item 10 of 25 values, tags 9 (" in (
+        capsys.readouterr().out
+    )
+
+
+# ---- rows that are left out ---------------------------------------------------------------------
+def broken_log(path: Path) -> str:
+    """Writes 60 rows, of which the 3rd, 4th, 11th, 29th, 60th cannot be used, and 7th and 30th are
+    malformed; returns the text of the others."""
+    good = ["clicked,user,ts,price"]
+    for number in range(60):
+        good.append(f"{number % 2},u{number % 7},{number},{number / 2}")
+    broken = list(good)
+    broken[3] = "2,u,2,0"
+    broken[4] = "0,\udcff,3,0"
+    broken[7] = "0,u,6"
+    broken[11] = "0,u,tomorrow,0"
+    broken[29] = "0,u,28,1;5"
+    broken[30] = "0,u,29,1,5"
+    broken[60] = ",u,59,0"
+    path.write_bytes("\n".join([*broken, ""]).encode(errors="surrogateescape"))
+    kept = [line for number, line in enumerate(good) if broken[number] == line]
+    return "\n".join([*kept, ""])
+
+
+BROKEN_FLAGS = {"dense": "price", "time": "ts", **SIMPLE}
+
+
+@pytest.mark.parametrize("chunk_rows", [1, 4, 1000])
+def test_rows_that_cannot_be_used_are_left_out(tmp_path, monkeypatch, chunk_rows, capsys):
+    """In chunks of any size, some of them empty; counted, and the first one is named."""
+    monkeypatch.setattr(pre, "CHUNK_ROWS", chunk_rows)
+    monkeypatch.setattr(clicks, "BLOCK_BYTES", 300)
+    kept = broken_log(tmp_path / "log.csv")
+    (tmp_path / "kept").mkdir()
+    (tmp_path / "kept/log.csv").write_text(kept)
+
+    report = pre.prepare(tmp_path / "log.csv", tmp_path / "out", bad_rows=0.2, **BROKEN_FLAGS)
+
+    first = f"{tmp_path}/log.csv row 3: the label clicked is '2'; expected 0 or 1 (or false, true)"
+    assert report["malformed"] == {"rows": 60, "count": 7, "first": first}
+    expected = pre.prepare(tmp_path / "kept", **BROKEN_FLAGS)
+    assert report["rows"] == expected["rows"]
+    assert report["rows"]["train"] + report["rows"]["eval"] == 53
+    for split in ("train", "eval"):
+        np.testing.assert_equal(
+            everything(tmp_path / "out", split), everything(tmp_path / "kept/prepared", split)
+        )
+    capsys.readouterr()
+    pre._summary(report)
+    said = f"7 rows of 60 were left out, as they cannot be used; the first: {first}\n"
+    assert said in capsys.readouterr().out
+
+
+def test_a_malformed_row_may_be_the_first(tmp_path):
+    kept = broken_log(tmp_path / "log.csv").splitlines()
+    lines = [kept[0], "1,2", *kept[1:]]
+    (tmp_path / "log.csv").write_text("\n".join(lines))
+
+    report = pre.prepare(tmp_path / "log.csv", bad_rows=0.1, **BROKEN_FLAGS)
+
+    first = f"{tmp_path}/log.csv row 1: it has 2 columns instead of 4: '1,2'"
+    assert report["malformed"] == {"rows": 54, "count": 1, "first": first}
+
+
+def test_rows_are_numbered_as_they_stand_in_the_file(tmp_path, monkeypatch):
+    """Malformed rows before one count, too."""
+    monkeypatch.setattr(pre, "CHUNK_ROWS", 10)
+    lines = ["clicked,user", "1"]
+    for number in range(40):
+        lines.append(f"{number % 2},u")
+    lines[20:20] = ["1,2,3", "1"]
+    lines[33] = "7,u"
+    (tmp_path / "log.csv").write_text("\n".join(lines))
+    parts = tmp_path / "parts"
+    parts.mkdir()
+    names = pre._check_flags(pre.Flags("", **SIMPLE))
+
+    pre._parse_file(tmp_path / "log.csv", names, "", 10, 0.5, parts, 0, parts / "count.json")
+
+    chunk = pre.Parsed(pre._chunk_path(parts, 0, 2), 0).read()
+    assert pre._left_out(chunk)["row"] == 32
+    assert pre.read_json(parts / "count.json")["bad"]["count"] == 4
+
+
+def test_too_many_rows_that_cannot_be_used_are_refused(tmp_path):
+    """Also where a finished folder has more than are allowed now."""
+    broken_log(tmp_path / "log.csv")
+    message = r"7 of 60 rows cannot be used, more than the share 0.05 .*first is \S*log.csv row 3: "
+
+    with pytest.raises(InputError, match=message):
+        pre.prepare(tmp_path / "log.csv", bad_rows=0.05, **BROKEN_FLAGS)
+    report = pre.prepare(tmp_path / "log.csv", bad_rows=0.2, **BROKEN_FLAGS)
+    assert pre.prepare(tmp_path / "log.csv", bad_rows=0.3, **BROKEN_FLAGS) == report
+    with pytest.raises(InputError, match=message):
+        pre.prepare(tmp_path / "log.csv", bad_rows=0.05, **BROKEN_FLAGS)
+
+
+OTHER_TABLES = {
+    "20 of the first 20 rows of .*log.csv cannot be used, the first is .*row 1: the label": (
+        "clicked,user,ts\n" + "no,u,1\n" * 20
+    ),
+    "15 of the first 25 rows of .* the first is .*log.csv row 1: it has 2 columns instead of 3": (
+        "clicked,user,ts\n" + "0,u\n" * 15 + "1,u,1\n" * 10
+    ),
+    "log.csv has no row that can be used; .*log.csv row 1: it has 2 columns instead of 3": (
+        "clicked,user,ts\n" + "0,u\n" * 15
+    ),
+    "log.csv row 3: the time ts is 'c'; expected a number, or": (
+        "clicked,user,ts\n0,u,a\n1,u,b\n0,u,c\n"
+    ),
+}
+
+
+@pytest.mark.parametrize("message", OTHER_TABLES)
+def test_another_table_is_refused_before_it_is_parsed(tmp_path, message):
+    (tmp_path / "log.csv").write_text(OTHER_TABLES[message])
+
+    with pytest.raises(InputError, match=message):
+        pre.prepare(tmp_path / "log.csv", bad_rows=0.9, time="ts", **SIMPLE)
+    assert not (tmp_path / "prepared").exists()
+
+
+def test_a_stopped_preparation_counts_what_it_left_out(tmp_path, monkeypatch):
+    """Once, although the chunks that are there are not parsed again."""
+    monkeypatch.setattr(pre, "CHUNK_ROWS", 10)
+    broken_log(tmp_path / "log.csv")
+    whole = pre.prepare(tmp_path / "log.csv", tmp_path / "whole", bad_rows=0.2, **BROKEN_FLAGS)
+    parse = pre._parse
+    chunks = 0
+
+    def parse_three(*arguments):
+        nonlocal chunks
+        chunks += 1
+        if chunks == 4:  # the first was that of the file's first rows
+            raise KeyboardInterrupt
+        return parse(*arguments)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(pre, "_parse", parse_three)
+        pre.prepare(tmp_path / "log.csv", tmp_path / "out", bad_rows=0.2, **BROKEN_FLAGS)
+    assert len(list((tmp_path / "out/parts").glob("*.arrow"))) == 2
+
+    resumed = pre.prepare(tmp_path / "log.csv", tmp_path / "out", bad_rows=0.2, **BROKEN_FLAGS)
+
+    assert resumed == whole
+
+
+def test_a_folder_of_an_older_version_has_the_flags_that_it_had(tmp_path):
+    path = write(tmp_path / "log.csv", NAMES)
+    pre.prepare(path, **SIMPLE)
+    report = tmp_path / "prepared/prepared.json"
+    content = pre.read_json(report)
+    del content["flags"]["max_rows"]
+    del content["malformed"]
+    pre.write_json(report, content)
+
+    assert pre.prepare(path, **SIMPLE) == content
+    with pytest.raises(InputError, match="prepared with other --max-rows: 0, now 5; choose"):
+        pre.prepare(path, max_rows=5, **SIMPLE)
+
+
 # ---- splits ------------------------------------------------------------------------------------
 @pytest.mark.parametrize("kind", ["whole", "float", "day", "second", "timestamp"])
 @pytest.mark.parametrize("ending", ["csv", "parquet"])
@@ -282,6 +460,12 @@ REFUSED = {
     "the column 'a.b' cannot be a feature": {"categorical": "a.b"},
     "--separator is ; expected a text": {"separator": ""},
     "--eval-share is 1.0; expected a share": {"eval_share": 1.0},
+    "--max-rows is 1; expected 0 .no limit., or 2 to": {"max_rows": 1},
+    "--bad-rows is 1.0; expected a share from 0 to below 1": {"bad_rows": 1.0},
+    "row 1: the column user has 'a'.*leave out a share of such rows with --bad-rows": {
+        "dense": "user",
+        "categorical": "ts",
+    },
     "log.csv has no column age; its columns are clicked, user, ts; name": {"dense": "age"},
     "log.csv row 3: the label user is 'c'; expected 0 or 1": {"label": "user", "categorical": "ts"},
     "log.csv row 1: the time user is 'a'; expected a number, or a date": {
@@ -330,10 +514,7 @@ def test_rows_that_cannot_be_used_are_named(tmp_path, monkeypatch, message):
     changed[rows] = value
     log[name] = changed.tolist()
     monkeypatch.setattr(pre, "CHUNK_ROWS", 4)
-    read_tables = clicks.read_tables
-    monkeypatch.setattr(  # the check of the first rows would find them
-        clicks, "read_tables", lambda path, names, rows: read_tables(path, names, min(rows, 4))
-    )
+    monkeypatch.setattr(pre, "HEAD_ROWS", 4)  # a look at all rows would find them
     path = write(tmp_path / "log.csv", log)
 
     with pytest.raises(InputError, match=message):

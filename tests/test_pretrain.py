@@ -27,7 +27,7 @@ from transformers import (
 )
 from trials import TRIALS
 
-from data import pretraining
+from data import pretraining, vocabulary
 from data.prepare import text as prepare_text
 from errors import InputError
 from models import encoders, objectives
@@ -104,6 +104,7 @@ def test_a_permutation_is_learned(tmp_path):
     assert type(model).__name__ == "XLNetLMHeadModel"
 
 
+@pytest.mark.slow
 def test_a_student_learns_from_the_teacher_that_a_run_exported(trained, tmp_path):
     teacher_path, teacher_metrics, _ = trained
     path = tmp_path / "run"
@@ -215,6 +216,7 @@ def test_unequal_micro_batches_update_as_their_rows_in_one_batch(mesh, monkeypat
     assert whole_move.norm().item() == pytest.approx(0.125, rel=1e-4)
 
 
+@pytest.mark.slow  # test_glue.py has its twin
 def test_micro_batches_give_the_numbers_of_the_whole_batch(tmp_path, monkeypatch):
     """Eight micro-batches of four rows, one on each device; the rows have unequal numbers of
     predicted tokens."""
@@ -480,6 +482,17 @@ def teacher(trained, tmp_path):
     return write
 
 
+@pytest.fixture(scope="module")
+def roberta(tmp_path_factory) -> str:
+    """A folder with a new RoBERTa, as transformers writes it."""
+    folder = str(tmp_path_factory.mktemp("roberta"))
+    tokenizer = vocabulary.learn(["a b c d e f"], "roberta", 300)
+    settings = encoders.new_configuration("roberta", "tiny", tokenizer, 32)
+    AutoModelForMaskedLM.from_config(settings).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
 # Settings of the teachers that the next test writes.
 TEACHERS = {
     "@short": {"max_position_embeddings": 31},
@@ -509,13 +522,12 @@ TEACHERS = {
         ("--model distilbert --teacher @words", "@words.*vocabulary of 128.*one of 116"),
     ],
 )
-def test_values_that_are_refused(refused, trained, fairseq, rows, teacher, flags, pattern):
+def test_values_that_are_refused(refused, trained, roberta, rows, teacher, flags, pattern):
     """A word with @ stands for a folder, in the flags and in the pattern."""
     bert_path, *_ = trained
-    roberta_path, *_ = fairseq
     folders = {
         "@bert": f"{bert_path}/export",
-        "@roberta": f"{roberta_path}/export",
+        "@roberta": roberta,
         "@rows": rows,
         "@text": os.path.dirname(rows),
     }

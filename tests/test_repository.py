@@ -391,7 +391,7 @@ def test_make_train_without_a_known_model_lists_the_models(arguments):
     [
         (["MODEL=resnet50", "DATA=/a b"], 'train.resnet50 full  --data "$DATA" '),
         (["MODEL=resnet50"], "train.resnet50 tiny"),
-        (["MODEL=dlrm", "DATA=/clicks"], "train.dlrm kaggle"),
+        (["MODEL=dlrm", "DATA=/clicks"], 'train.dlrm   --data "$DATA"'),
         (["MODEL=dlrm", "DATA=/clicks", "PRESET=mlperf_v2"], "train.dlrm mlperf_v2"),
     ],
 )

@@ -404,6 +404,7 @@ def test_data_in_another_order_is_not_taken_for_imagenets(classes):
 # Training
 
 
+@pytest.mark.slow  # test_glue.py has its twin
 def test_micro_batches_with_the_same_norm_groups_change_no_loss(run_of, tmp_path):
     path, _, config = run_of("resnet50", "short")
     config = replace(

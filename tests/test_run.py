@@ -52,7 +52,16 @@ def start(mesh, tmp_path, monkeypatch):
     end."""
     runs = []
 
-    def start(host=0, at=None, total_steps=500, headline="net", unit="examples", **fields):
+    def start(
+        host=0,
+        at=None,
+        total_steps=500,
+        headline="net",
+        unit="examples",
+        sources=None,
+        older_sources=None,
+        **fields,
+    ):
         config = Config(**{"runs": str(tmp_path / "runs"), **fields})
         run = tracking.Run(
             config,
@@ -61,6 +70,8 @@ def start(mesh, tmp_path, monkeypatch):
             headline=headline,
             may_differ=("workers",),
             total_steps=total_steps,
+            sources=sources,
+            older_sources=older_sources,
             unit=unit,
         )
         runs.append(run)
@@ -188,6 +199,71 @@ def test_a_name_that_is_no_folder_is_refused(start, name):
     sentence = f"--name {re.escape(name)} is not the name of one folder.*--runs"
     with pytest.raises(InputError, match=sentence):
         start(name=name)
+
+
+# The split of the data
+
+
+BY_HASH = {"train": "u.data but a tenth", "evaluation": "a tenth of u.data"}
+OFFICIAL = {"train": "ua.base", "evaluation": "ua.test"}
+OTHER_SPLIT = (
+    r"mine .*\(trained on u.data but a tenth, evaluated on a tenth of u.data; "
+    r"now on ua.base, and on ua.test\).*another --name or the old values"
+)
+
+
+def test_a_run_of_another_split_of_the_data_is_not_resumed(start, capsys):
+    run = start(sources=BY_HASH)
+    run.close()
+    assert read_json(f"{run.path}/config.json")["sources"] == BY_HASH
+
+    assert start(sources=OFFICIAL).name == "net-2"
+    said = "net-2 (net was trained with another split of the data)"
+    assert said in capsys.readouterr().out
+    assert start(sources=BY_HASH).name == "net"
+
+
+def test_a_given_name_with_another_split_is_refused_with_both(start):
+    start(name="mine", sources=BY_HASH).close()
+
+    with pytest.raises(InputError, match=OTHER_SPLIT):
+        start(name="mine", sources=OFFICIAL)
+    assert start(name="mine", sources=BY_HASH).resumed
+
+
+def without_sources(run) -> None:
+    """Makes the folder of a run one of an older version, which recorded no split."""
+    run.close()
+    file = f"{run.path}/config.json"
+    content = read_json(file)
+    del content["sources"]
+    Path(file).write_text(json.dumps(content))
+
+
+def test_a_run_that_recorded_no_split_gets_that_of_its_resume(start):
+    without_sources(start(name="mine"))
+
+    run = start(name="mine", sources=OFFICIAL)
+
+    assert run.resumed
+    assert read_json(f"{run.path}/config.json")["sources"] == OFFICIAL
+
+
+def test_a_split_that_older_versions_took_is_not_another_one(start):
+    """Of a run that recorded none."""
+    without_sources(start(name="mine"))
+
+    with pytest.raises(InputError, match=OTHER_SPLIT):
+        start(name="mine", sources=OFFICIAL, older_sources=BY_HASH)
+    assert start(name="mine", sources=BY_HASH, older_sources=BY_HASH).resumed
+
+
+def test_a_finished_run_that_recorded_no_split_stays_finished(start):
+    run = start(name="mine")
+    run.finish({})
+    without_sources(run)
+
+    assert start(name="mine", sources=OFFICIAL, older_sources=BY_HASH).finished
 
 
 # Files

@@ -53,6 +53,8 @@ def slow_but_for(quick: tuple[str, ...]) -> list:
 
 
 quick_scripts = pytest.mark.parametrize("name", slow_but_for(QUICK))
+# DLRM has tables, which are exchanged by four devices and not by one, and stands for all.
+quick_dlrm = pytest.mark.parametrize("name", slow_but_for(("dlrm",)))
 
 
 # ---- a trial and its folder ----------------------------------------------------------------------
@@ -186,7 +188,7 @@ def on_one_and_four(run_of, tmp_path_factory) -> Callable[[str], DevicePair]:
     return get
 
 
-@quick_scripts
+@quick_dlrm
 def test_one_device_gives_the_losses_of_four(name, on_one_and_four):
     pair = on_one_and_four(name)
     one = losses(pair.one)
@@ -203,7 +205,7 @@ def test_one_device_gives_the_losses_of_four(name, on_one_and_four):
         assert summary(pair.one)["metrics"] == pytest.approx(pair.metrics, rel=tolerance)
 
 
-@quick_scripts
+@quick_dlrm
 def test_a_run_on_one_device_keeps_its_graph_contract(name, on_one_and_four):
     pair = on_one_and_four(name)
 
@@ -222,7 +224,7 @@ def crash_in_evaluation(script: ModuleType, config: Any) -> None:
         script.main(config)
 
 
-@every_script
+@quick_scripts
 def test_resume_is_exact_after_sigkill_sigterm_and_crash(name, run_of, tmp_path, capsys):
     """DLRM, which has tables besides, stands for all that crash before the first checkpoint: what
     they leave is Run's business."""

@@ -533,6 +533,7 @@ def begun_again(run: Finished, tmp_path, layout: Layout):
     return replace(run.config, layout=layout, runs=str(tmp_path))
 
 
+@pytest.mark.slow  # the next test resumes one on two devices
 def test_a_resumed_run_gives_the_numbers_of_one_not_stopped(cut, tmp_path, capsys):
     assert pretrain.main(begun_again(cut, tmp_path, ALL)) == cut.metrics
     assert "resuming after step 3" in capsys.readouterr().out

@@ -114,6 +114,42 @@ def test_a_stopped_preparation_resumes(folder, tree, tmp_path, monkeypatch):
     assert len(prepared_files(out)) == TRAIN_SHARDS + 1
 
 
+def test_an_image_that_changed_is_noticed(tree, tmp_path):
+    """Of the same name, size and label; and a copy of all with other times is the same."""
+    data = Path(shutil.copytree(tree, tmp_path / "tree", copy_function=shutil.copyfile))
+    report = images.prepare(data, tmp_path / "out")
+    for path in data.rglob("*.png"):
+        os.utime(path, (1, 1))
+    assert images.prepare(data, tmp_path / "out") == report
+
+    changed = next(data.glob("train/*/*"))
+    changed.write_bytes(changed.read_bytes()[:-1] + b"?")
+
+    message = r"out was prepared from other data: train, \w{8} has other content of the same size"
+    with pytest.raises(InputError, match=message):
+        images.prepare(data, tmp_path / "out")
+
+
+def test_a_parquet_file_that_changed_is_noticed(folder, tmp_path):
+    """Two images of one class have changed places: names, rows and labels stay."""
+    hub = datasets.load_dataset(str(folder), cache_dir=str(tmp_path / "hub"))
+    hub.save_to_disk(tmp_path / "data")
+    images.prepare(tmp_path / "data", tmp_path / "out")
+    labels = hub["train"]["label"][:]
+    order = list(range(len(labels)))
+    other = labels.index(labels[0], 1)
+    order[0] = other
+    order[other] = 0
+    hub["train"] = hub["train"].select(order)
+
+    shutil.rmtree(tmp_path / "data")
+    hub.save_to_disk(tmp_path / "data")
+
+    message = r"out was prepared from other data: train, \w{8} ha(s other content|d \d+ bytes, now)"
+    with pytest.raises(InputError, match=message):
+        images.prepare(tmp_path / "data", tmp_path / "out")
+
+
 def test_shards_have_the_images_of_any_source(folder, tree, tmp_path):
     hub = datasets.load_dataset(str(folder), cache_dir=str(tmp_path / "hub"))
     assert hub["train"].features["label"].names == ["a", "b", "c"]

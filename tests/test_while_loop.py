@@ -264,6 +264,7 @@ def test_a_loop_whose_body_changes_its_state_is_refused(mesh, change, message):
     assert model.head.weight is weight
 
 
+@pytest.mark.slow
 def test_no_tensor_gets_the_handle_of_a_loops_constant(peers, mesh):
     """A strict step would take it for one.
 

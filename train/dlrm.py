@@ -13,7 +13,9 @@ data      Criteo's click logs, prepared by `make data DATASET=criteo DATA=…`, 
           arrays; a log of your own, prepared by `make data DATASET=clicks DATA=…`; MovieLens
 run       python -m train.dlrm tiny                          synthetic data: half a minute on two
                                                              CPU cores
-          python -m train.dlrm kaggle --data /data/kaggle    on a TPU VM
+          python -m train.dlrm kaggle --data /data/kaggle    on a TPU VM; with --data the preset may
+                                                             be left out: kaggle, or clicks where
+                                                             the log is your own
 result    the published recipes: not run yet; tiny and small real data: docs/results.md
 """
 
@@ -567,6 +569,8 @@ def main(config: Config) -> dict[str, float]:
         name=f"dlrm-{kind}",
         headline=headline,
         may_differ=MAY_CHANGE,
+        sources=splits.sources_of(*data),
+        older_sources=splits.sources_of(*data, of="older_source"),
         total_steps=total_steps,
     )
     if run.finished:
@@ -675,5 +679,11 @@ PRESETS = {
     "tiny": ("small tables and synthetic clicks: half a minute on a CPU", TINY),
 }
 
+
+def preset_of(data: str) -> str:
+    """Returns the preset for --data where none is given."""
+    return "clicks" if criteo.is_own_log(data) else "kaggle"
+
+
 if __name__ == "__main__":
-    cli.run(main, PRESETS)
+    cli.run(main, PRESETS, preset_of)

@@ -608,6 +608,7 @@ def main(config: Config) -> dict[str, float]:
         name=f"{config.model}-{data.task.name}{suffix}",
         headline=headline(config, data, plan, total_steps),
         may_differ=MAY_CHANGE,
+        sources=splits.sources_of(data.train, *data.eval.values()),
         required=REQUIRED,
         total_steps=total_steps,
     )

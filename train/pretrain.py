@@ -480,6 +480,7 @@ def main(config: Config) -> dict[str, float]:
         name=f"{config.model}-{kind}",
         headline=headline(config, data, steps_per_epoch),
         may_differ=MAY_CHANGE,
+        sources=splits.sources_of(data.train.text, data.eval.text),
         total_steps=total_steps,
     )
     if run.finished:

@@ -709,6 +709,7 @@ def main(config: Config) -> dict[str, float]:
         name=f"{config.model}-{kind}",
         headline=headline,
         may_differ=MAY_CHANGE,
+        sources=splits.sources_of(*data),
         total_steps=total_steps,
     )
     if run.finished:

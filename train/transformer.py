@@ -564,6 +564,7 @@ def main(config: Config) -> dict[str, float]:
         name=f"transformer-{kind}",
         headline=headline(config, data, plan, batches_per_epoch, tokens_per_update),
         may_differ=MAY_CHANGE,
+        sources=splits.sources_of(data.train, *data.eval.values()),
         total_steps=total_steps,
         unit="tokens",
     )

@@ -11,6 +11,7 @@ folder is in docs/data.md, "The layout of prepared clicks".
 import csv
 import dataclasses
 import functools
+import json
 import math
 import os
 import re
@@ -23,10 +24,11 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from data import clicks, splits
-from data.clicks import BadRow, Names, Notes
+from data.clicks import BadRow, Malformed, Names, Notes
 from data.prepare import pipeline
-from data.prepare.files import read_json, whole, write_json
-from data.prepare.pipeline import Preparation, expect, write_rows
+from data.prepare.files import create_array, read_json, whole, write_json, write_rows
+from data.prepare.pipeline import Preparation, expect
+from data.prepare.sources import files_in, folder_of
 from errors import InputError
 
 EVAL_SHARE = 0.1
@@ -34,6 +36,8 @@ PATTERNS = ("*.csv", "*.tsv", "*.txt", "*.csv.gz", "*.tsv.gz", "*.txt.gz", "*.pa
 EXPECTED = "expected a CSV file (plain or .gz), a parquet file, or a folder of them"
 # Rows of a chunk, which becomes one file: what a worker holds in memory.
 CHUNK_ROWS = 1 << 18
+HEAD_ROWS = 100  # of each file, which are looked at before the others
+LEFT_OUT = b"left_out"  # the metadata of a chunk with the rows that it does not have
 MERGED_AT_LEAST = 1 << 20  # values counted in chunks before they are merged into the vocabulary
 # A feature's name is that of a file and of a table in the export.
 FEATURE = re.compile(r"[^./\\\x00-\x1f]{1,100}")
@@ -59,6 +63,8 @@ class Flags:
         16  # values of a --multi column that a row keeps: the most frequent; the rest is cut
     )
     threshold: int = 1  # values seen fewer times in training rows share the id 0; 1 keeps all
+    max_rows: int = 0  # most rows of a table: the most frequent values, others share id 0; 0: all
+    bad_rows: float = 0.0  # share of rows that may be left out as they cannot be used, as 0.001
     time: str = ""  # column of times, numbers or ISO dates; the last rows by it are for evaluation
     eval_share: float = EVAL_SHARE  # of the rows for evaluation, where no file says its split
     workers: int = os.cpu_count() or 1  # processes; one parses a file, others other files
@@ -93,11 +99,16 @@ def prepare(data: str | Path, out: str | Path = "", workers: int = 1, **flags) -
     job = _open_preparation(flags, found)
     report = job.finished_report()
     if report:
+        if "malformed" in report:  # which older versions did not leave out
+            _check_bad(report["malformed"], flags.bad_rows)
         return report
-    kind = _check_heads(found, names)
+    kind = _check_heads(found, names, flags.bad_rows)
 
     chunk_rows = job.begin_with_piece_size("chunk_rows", CHUNK_ROWS)
-    parsed = _parse_all(job, found, names, kind, chunk_rows)
+    files = _parse_all(job, found, names, kind, chunk_rows, flags.bad_rows)
+    bad = _bad_rows(files)
+    _check_bad(bad, flags.bad_rows)
+    parsed = [file.chunks for file in files]
     split = _split(found, parsed, flags, kind)
     print(splits.sentence(split.read_from), flush=True)
 
@@ -115,6 +126,7 @@ def prepare(data: str | Path, out: str | Path = "", workers: int = 1, **flags) -
         "rows": {name: split.rows(name) for name in ("train", "eval")},
         "clicks": split.clicks,
         "notes": {name: of_split.counts() for name, of_split in notes.items()},
+        "malformed": bad,
         "read_from": split.read_from,
     }
     return job.finish(figures)
@@ -150,6 +162,9 @@ def _check_flags(flags: Flags) -> Names:
     expect(flags, "separator", flags.separator != "", "a text such as |")
     expect(flags, "most", flags.most >= 1, "at least 1")
     expect(flags, "threshold", flags.threshold >= 1, "1 (keeps every value) or more")
+    fits = flags.max_rows == 0 or 2 <= flags.max_rows < 2**31
+    expect(flags, "max_rows", fits, "0 (no limit), or 2 to 2147483647")
+    expect(flags, "bad_rows", 0 <= flags.bad_rows < 1, "a share from 0 to below 1, such as 0.001")
     expect(flags, "eval_share", 0 < flags.eval_share < 1, "a share between 0 and 1, such as 0.1")
     return names
 
@@ -166,13 +181,18 @@ def _named(flag: str, text: str) -> tuple[str, ...]:
 
 def _open_preparation(flags: Flags, found: "Sources") -> Preparation:
     """Returns the preparation of these files, not yet begun."""
-    sources = []
-    for path in found.paths:
-        source = {"name": path.name, "bytes": path.stat().st_size}
-        if found.evaluation:
-            source["split"] = "train" if path in found.train else "eval"
-        sources.append(source)
-    return Preparation(flags, sources, report="prepared.json", complete="COMPLETE", version=1)
+    folder = folder_of(flags.data)
+    files = files_in(folder, found.train, split="train" if found.evaluation else "")
+    files += files_in(folder, found.evaluation, split="eval")
+    return Preparation(
+        flags,
+        files,
+        not_planned=("bad_rows",),
+        report="prepared.json",
+        complete="COMPLETE",
+        version=1,
+        added_flags={"max_rows": 0},
+    )
 
 
 def _summary(report: dict) -> None:
@@ -189,6 +209,12 @@ def _summary(report: dict) -> None:
         print("no --dense and no --log: the one dense feature is a constant 0")
     for name in report["constant"]:
         print(f"{name} has no two values in the training rows, and becomes 0")
+    bad = report.get("malformed")
+    if bad and bad["count"]:
+        print(
+            f"{bad['count']:,} rows of {bad['rows']:,} were left out, as they cannot be used; "
+            f"the first: {bad['first']}"
+        )
     for split, title in (("train", "training"), ("eval", "evaluation")):
         notes = Notes()
         notes.add(report["notes"][split])
@@ -271,20 +297,30 @@ def _natural(name: str) -> list:
     return [int(part) if part.isdigit() else part for part in parts]
 
 
-def _check_heads(found: Sources, names: Names) -> str:
+def _check_heads(found: Sources, names: Names, bad_rows: float) -> str:
     """Reads the first rows of each file; returns the kind of times, "" without --time.
 
-    Raises InputError: a file has no such columns or no rows, a first row cannot be used, or files
-    have times of different kinds.
+    Raises InputError: a file has no such columns or no rows, too many of its first rows cannot be
+    used, or files have times of different kinds.
     """
     kinds = {}
     for path in found.paths:
-        head = next(clicks.read_tables(path, names.all, rows=100), None)
+        skipped: list[Malformed] = []
+        tables = clicks.read_tables(path, names.all, HEAD_ROWS, skipped if bad_rows else None)
+        head = next(tables, None)
+        if head is None and skipped:
+            raise InputError(f"{path} has no row that can be used; {_sentence(path, skipped[0])}")
         if head is None:
             raise InputError(f"{path} has a header and no rows; expected at least one row")
-        with _naming(path, 0):
-            kind = clicks.time_kind(head[names.time], names.time) if names.time else ""
-            _typed(head, names, kind)
+        kind = _head_kind(path, head, names, bad_rows)
+        good = _parse(path, head, names, kind, bad_rows, 0, skipped)
+        rows = _row_in_file(head.num_rows - 1, skipped) + 1
+        bad = _first_bad(good, [malformed for malformed in skipped if malformed.row < rows])
+        if good.num_rows < rows / 2:
+            raise InputError(
+                f"{rows - good.num_rows} of the first {rows} rows of {path} cannot be used, the "
+                f"first is {_sentence(path, bad)}; does the table have other columns?"
+            )
         kinds.setdefault(kind, path)
     if len(kinds) > 1:
         (one, first), (other, second) = list(kinds.items())[:2]
@@ -295,23 +331,21 @@ def _check_heads(found: Sources, names: Names) -> str:
     return next(iter(kinds))
 
 
+def _head_kind(path: Path, head: pa.Table, names: Names, bad_rows: float) -> str:
+    """Returns the kind of times of a file's first rows, of the first that has one."""
+    if not names.time:
+        return ""
+    last = head.num_rows - 1 if bad_rows else 0
+    for row in range(head.num_rows):
+        try:
+            return clicks.time_kind(head[names.time].slice(row), names.time)
+        except BadRow as error:
+            if row >= last:
+                raise InputError(f"{path} row {row + 1}: {error.why}") from error
+    raise AssertionError("the last row returns or raises")
+
+
 # Parsing
-
-
-class _naming:
-    """Turns a BadRow into an InputError that names the file and the row in it."""
-
-    def __init__(self, path: Path, offset: int):
-        self.path = path
-        self.offset = offset
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, kind, error, traceback):
-        if isinstance(error, BadRow):
-            row = self.offset + error.row + 1
-            raise InputError(f"{self.path} row {row}: {error.why}") from error
 
 
 def _typed(table: pa.Table, names: Names, kind: str) -> pa.Table:
@@ -331,30 +365,138 @@ def _typed(table: pa.Table, names: Names, kind: str) -> pa.Table:
     return parsed
 
 
+def _parse(
+    path: Path,
+    table: pa.Table,
+    names: Names,
+    kind: str,
+    bad_rows: float,
+    first: int,
+    skipped: list[Malformed],
+) -> pa.Table:
+    """Returns rows by their types, without those that cannot be used, which its metadata count.
+
+    Args:
+        first: the number of the table's first row among those of the file that are not malformed.
+        skipped: the malformed rows of the file.
+    Raises:
+        InputError: there is such a row, and none may be left out.
+    """
+    bad: list[BadRow] = []
+    if bad_rows:
+        _find_bad(table, names, kind, 0, bad)
+        is_good = np.ones(table.num_rows, bool)
+        is_good[[error.row for error in bad]] = False
+        table = table.filter(pa.array(is_good))
+    try:
+        parsed = _typed(table, names, kind)
+    except BadRow as error:
+        raise InputError(
+            f"{path} row {first + error.row + 1}: {error.why}; fix or remove it, or leave out a "
+            "share of such rows with --bad-rows 0.001"
+        ) from error
+
+    left_out = {"count": len(bad)}
+    if bad:
+        left_out["row"] = _row_in_file(first + bad[0].row, skipped)
+        left_out["why"] = bad[0].why
+    return parsed.replace_schema_metadata({LEFT_OUT: json.dumps(left_out)})
+
+
+def _find_bad(table: pa.Table, names: Names, kind: str, first: int, bad: list[BadRow]) -> None:
+    """Appends the rows that cannot be used. It halves the table, until a part has none or is one
+    row: most parts have none.
+
+    Args:
+        first: the number of the table's first row.
+    """
+    try:
+        _typed(table, names, kind)
+    except BadRow as error:
+        if table.num_rows == 1:
+            bad.append(BadRow(first, error.why))
+            return
+        middle = table.num_rows // 2
+        _find_bad(table.slice(0, middle), names, kind, first, bad)
+        _find_bad(table.slice(middle), names, kind, first + middle, bad)
+
+
+def _row_in_file(row: int, skipped: list[Malformed]) -> int:
+    """Returns the number in the file, from 0, of a row among those that are not malformed."""
+    for malformed in skipped:
+        if malformed.row > row:
+            break
+        row += 1
+    return row
+
+
+def _left_out(chunk: pa.Table) -> dict:
+    """Returns how many rows `_parse` has left out as their "count", and the first's row and why."""
+    metadata = chunk.schema.metadata or {}
+    return json.loads(metadata.get(LEFT_OUT, b'{"count": 0}'))  # an older version left out none
+
+
+def _first_bad(chunk: pa.Table, skipped: list[Malformed]) -> Malformed | None:
+    """Returns the first row that is left out, of a chunk or as malformed; None if there is none."""
+    found = skipped[:1]
+    left_out = _left_out(chunk)
+    if left_out["count"]:
+        found.append(Malformed(left_out["row"], left_out["why"]))
+    return min(found, key=lambda bad: bad.row, default=None)
+
+
+def _sentence(path: Path, bad: Malformed | None) -> str:
+    """Returns a row that cannot be used in words; "" for None."""
+    return f"{path} row {bad.row + 1}: {bad.why}" if bad else ""
+
+
 def _parse_file(
-    path: Path, names: Names, kind: str, chunk_rows: int, parts: Path, source: int, count: Path
+    path: Path,
+    names: Names,
+    kind: str,
+    chunk_rows: int,
+    bad_rows: float,
+    parts: Path,
+    source: int,
+    count: Path,
 ) -> None:
     """Parses a file into as many chunks as it needs, then writes their rows to `count`.
 
     Chunks that are already there are only read over.
 
     Args:
+        bad_rows: 0: the first row that cannot be used is an error; else all of them are left out.
         parts: folder of the chunks.
         source: number of the file among all files.
-        count: file for the number of rows and of clicks of each chunk.
+        count: file for the number of rows of each chunk, and for those that are left out.
     """
     counted = []
-    offset = 0
-    for table in clicks.read_tables(path, names.all, chunk_rows):
+    left_out = 0
+    first_bad = None
+    parsed_rows = 0
+    skipped: list[Malformed] = []
+    tables = clicks.read_tables(path, names.all, chunk_rows, skipped if bad_rows else None)
+    for table in tables:
         chunk = _chunk_path(parts, source, len(counted))
         if not chunk.exists():
-            with _naming(path, offset):
-                parsed = _typed(table, names, kind)
+            parsed = _parse(path, table, names, kind, bad_rows, parsed_rows, skipped)
             with whole(chunk) as file, pa.ipc.new_file(file, parsed.schema) as writer:
                 writer.write_table(parsed.combine_chunks())
-        offset += table.num_rows
-        counted.append(table.num_rows)
-    write_json(count, {"rows": counted})
+        written = Parsed(chunk, rows=0).read()
+        first_bad = first_bad or _first_bad(written, [])
+        left_out += _left_out(written)["count"]
+        parsed_rows += table.num_rows
+        counted.append(written.num_rows)
+
+    for bad in skipped[:1]:
+        if first_bad is None or bad.row < first_bad.row:
+            first_bad = bad
+    bad = {
+        "rows": parsed_rows + len(skipped),
+        "count": left_out + len(skipped),
+        "first": _sentence(path, first_bad),
+    }
+    write_json(count, {"rows": counted, "bad": bad})
 
 
 def _chunk_path(parts: Path, source: int, number: int) -> Path:
@@ -362,24 +504,53 @@ def _chunk_path(parts: Path, source: int, number: int) -> Path:
     return parts / f"{source:04d}-{number:06d}.arrow"
 
 
+@dataclasses.dataclass(frozen=True)
+class ParsedFile:
+    """The chunks of a file, and what was left out of it: `rows`, `count` and `first`."""
+
+    chunks: list["Parsed"]
+    bad: dict
+
+
 def _parse_all(
-    job: Preparation, found: Sources, names: Names, kind: str, chunk_rows: int
-) -> list[list["Parsed"]]:
+    job: Preparation, found: Sources, names: Names, kind: str, chunk_rows: int, bad_rows: float
+) -> list[ParsedFile]:
     """Parses what is not parsed yet; returns the chunks of each file, in its order."""
     counts = []
     tasks = []
     for number, path in enumerate(found.paths):
         counts.append(job.parts / f"{number:04d}.json")
-        tasks.append((path, names, kind, chunk_rows, job.parts, number, counts[-1]))
+        tasks.append((path, names, kind, chunk_rows, bad_rows, job.parts, number, counts[-1]))
     job.run(_parse_file, tasks, "parsing")
 
     parsed = []
     for number, count in enumerate(counts):
+        content = read_json(count)
         chunks = []
-        for chunk, rows in enumerate(read_json(count)["rows"]):
+        for chunk, rows in enumerate(content["rows"]):
             chunks.append(Parsed(_chunk_path(job.parts, number, chunk), rows))
-        parsed.append(chunks)
+        none = {"rows": sum(content["rows"]), "count": 0, "first": ""}  # as in an older version
+        parsed.append(ParsedFile(chunks, content.get("bad", none)))
     return parsed
+
+
+def _bad_rows(parsed: list[ParsedFile]) -> dict:
+    """Returns the number of all `rows`, the `count` of those left out, and the `first` of these."""
+    firsts = [file.bad["first"] for file in parsed if file.bad["first"]]
+    return {
+        "rows": sum(file.bad["rows"] for file in parsed),
+        "count": sum(file.bad["count"] for file in parsed),
+        "first": firsts[0] if firsts else "",
+    }
+
+
+def _check_bad(bad: dict, bad_rows: float) -> None:
+    """Raises InputError if more rows cannot be used than may be left out."""
+    if bad["count"] > bad_rows * bad["rows"]:
+        raise InputError(
+            f"{bad['count']} of {bad['rows']} rows cannot be used, more than the share {bad_rows} "
+            f"that may be left out; fix them or raise --bad-rows. The first is {bad['first']}"
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -576,7 +747,7 @@ def _measure_all(
     for name, path in zip(names.numbers, measured, strict=True):
         tasks.append((_measure, name, chunks, name in names.log, path))
     for name, path in zip(names.features, vocabularies, strict=True):
-        tasks.append((_count, name, chunks, flags.threshold, path))
+        tasks.append((_count, name, chunks, flags.threshold, flags.max_rows, path))
     job.run(_call, tasks, "measuring columns")
 
     dense = []
@@ -634,11 +805,12 @@ def _measure(name: str, chunks: list[Chunk], log: bool, path: Path) -> None:
     write_json(path, {"mean": float(mean), "deviation": deviation})
 
 
-def _count(name: str, chunks: list[Chunk], threshold: int, path: Path) -> None:
+def _count(name: str, chunks: list[Chunk], threshold: int, max_rows: int, path: Path) -> None:
     """Counts a feature's values in the training rows, and saves its vocabulary.
 
     Values come by falling count, of equal counts the smaller one by its bytes first. Those with a
-    smaller count than `threshold` are left out.
+    smaller count than `threshold` are left out, and so are the last ones where the table, with its
+    row for UNKNOWN, would have more than `max_rows`.
     """
     tally = _merge([])
     longest = 1
@@ -660,6 +832,8 @@ def _count(name: str, chunks: list[Chunk], threshold: int, path: Path) -> None:
 
     frequent = tally.filter(pc.greater_equal(tally["count"], threshold))
     frequent = frequent.sort_by([("count", "descending"), ("value", "ascending")])
+    if max_rows:
+        frequent = frequent.slice(0, max_rows - 1)
     clicks.save_vocabulary(path, frequent, {"seen": tally.num_rows, "longest": longest})
 
 
@@ -695,11 +869,11 @@ def _write_all(job: Preparation, folder: Path, chunks: list[Chunk]) -> dict[str,
     if not created.exists():
         for split, rows in {"train": train_rows, "eval": eval_rows}.items():
             width = sum(columns.lookups)
-            _create(job.out / f"{split}_dense.npy", np.float32, (rows, columns.num_dense))
-            _create(job.out / f"{split}_sparse.npy", np.int32, (rows, width))
-            _create(job.out / f"{split}_labels.npy", np.uint8, (rows,))
+            create_array(job.out / f"{split}_dense.npy", np.float32, (rows, columns.num_dense))
+            create_array(job.out / f"{split}_sparse.npy", np.int32, (rows, width))
+            create_array(job.out / f"{split}_labels.npy", np.uint8, (rows,))
             if columns.has_bags:
-                _create(job.out / f"{split}_present.npy", np.uint8, (rows, width))
+                create_array(job.out / f"{split}_present.npy", np.uint8, (rows, width))
         created.touch()
 
     stamp = (folder / "columns.json").stat().st_mtime_ns
@@ -724,11 +898,6 @@ def _columns(folder: Path, stamp: int) -> clicks.Columns:
         stamp: when they were written: another preparation may have used the folder before.
     """
     return clicks.Columns.load(folder)
-
-
-def _create(path: Path, dtype: type, shape: tuple[int, ...]) -> None:
-    """Creates an .npy file of this type and shape."""
-    np.lib.format.open_memmap(path, "w+", dtype, shape)
 
 
 def _write(chunk: Chunk, folder: Path, stamp: int, out: Path, written: Path) -> None:

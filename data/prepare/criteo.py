@@ -36,8 +36,9 @@ from data import splits
 from data.criteo import MLPERF_MAX_ROWS, NUM_DENSE, map_npz, text_files
 from data.leftovers import is_leftover
 from data.prepare import pipeline
-from data.prepare.files import read_json, write_json
-from data.prepare.pipeline import Preparation, expect, save_arrays, write_rows
+from data.prepare.files import create_array, read_json, write_json, write_rows
+from data.prepare.pipeline import Preparation, expect, save_arrays
+from data.prepare.sources import files_in, folder_of
 from errors import InputError
 
 NUM_SPARSE = 26
@@ -764,13 +765,12 @@ def _check_flags(flags: Flags) -> None:
 
 def _open_preparation(flags: Flags, found: Texts) -> Preparation:
     """Returns the preparation of these files, not yet begun."""
-    sources = []
-    for path in found.train + found.evaluation:
-        split = "train" if path in found.train else "eval"
-        sources.append({"name": path.name, "bytes": path.stat().st_size, "split": split})
+    folder = folder_of(flags.data)
+    files = files_in(folder, found.train, "train")
+    files += files_in(folder, found.evaluation, "eval")
     return Preparation(
         flags,
-        sources,
+        files,
         not_planned=("bad_rows",),
         report="prepared.json",
         complete="COMPLETE",
@@ -891,9 +891,9 @@ def _write_all(
     created = job.parts / "created"
     if not created.exists():
         for split, rows in {"train": boundary, "eval": total - boundary}.items():
-            _create(job.out / f"{split}_dense.npy", np.float32, (rows, NUM_DENSE))
-            _create(job.out / f"{split}_sparse.npy", np.int32, (rows, NUM_SPARSE))
-            _create(job.out / f"{split}_labels.npy", np.uint8, (rows,))
+            create_array(job.out / f"{split}_dense.npy", np.float32, (rows, NUM_DENSE))
+            create_array(job.out / f"{split}_sparse.npy", np.int32, (rows, NUM_SPARSE))
+            create_array(job.out / f"{split}_labels.npy", np.uint8, (rows,))
         created.touch()
 
     tasks = []
@@ -901,11 +901,6 @@ def _write_all(
         written = chunk.path.with_suffix(".written")
         tasks.append((chunk, boundary, job.out, flags.hash_rows, written))
     job.run(_write, tasks, "writing arrays")
-
-
-def _create(path: Path, dtype: type, shape: tuple[int, ...]) -> None:
-    """Creates an .npy file of this type and shape."""
-    np.lib.format.open_memmap(path, "w+", dtype, shape)
 
 
 def _summary(report: dict) -> None:

@@ -27,6 +27,7 @@ from data.imagenet import ImageFolder, Images, ListedImages, open_imagenet
 from data.prepare import pipeline
 from data.prepare.files import read_json, whole, write_json
 from data.prepare.pipeline import Preparation, expect
+from data.prepare.sources import note_many, note_rows
 from data.shards import INDEX, SPLITS, Shards
 from errors import InputError
 
@@ -139,10 +140,10 @@ def prepare(data: str | Path, out: str | Path = "", workers: int = 1, **flags) -
     read_from = splits.read_from(train.source, opened["val"].source, train.left_out)
     print(splits.sentence(read_from), flush=True)
 
-    sources = []
+    noted = []
     for name, images in opened.items():
-        sources.append({"name": f"{name}, {_checksum(images)}", "rows": len(images)})
-    job = Preparation(flags, sources, report=INDEX, version=1)
+        noted.append(_noted(flags.data, images) | {"name": f"{name}, {_checksum(images)}"})
+    job = Preparation(flags, rows=noted, report=INDEX, version=1)
     report = job.finished_report()
     if report:
         return report
@@ -203,6 +204,13 @@ def _checksum(images: Images) -> str:
     for buffer in name_buffers:
         content.update(buffer)
     return content.hexdigest()[:8]
+
+
+def _noted(data: str, images: Images) -> dict:
+    """Returns what a plan notes of the images of a split, see sources.py."""
+    if isinstance(images, ImageFolder):
+        return {"rows": len(images), **note_many(len(images), images.path)}
+    return note_rows(data, images._rows)
 
 
 def _summary(report: dict) -> None:

@@ -8,8 +8,8 @@ preparation: it runs the tasks whose files are missing. Besides the result, the 
                  large a piece of work is
     report.json  the plan and the figures of the result, written last
 
-Files are known by their names and sizes: after a change that keeps the size, delete the folder. The
-command line takes URLs of fsspec for the text and for the result, see `prepare_urls`.
+sources.py says how the plan knows a file that has changed since. The command line takes URLs of
+fsspec for the text and for the result, see `prepare_urls`.
 """
 
 import contextlib
@@ -33,7 +33,9 @@ import numpy as np
 from tqdm import tqdm
 
 from data import splits
+from data.prepare import sources as noted
 from data.prepare.files import read_json, whole, write_json
+from data.prepare.sources import SourceFile
 from data.remote import cache_folder, find_files, local_copy, open_store, retried
 from errors import InputError
 
@@ -42,7 +44,6 @@ from errors import InputError
 LAST = ("prepared.json", "report.json", "shards.json", "COMPLETE")
 UPLOADS = 8  # files uploaded at once
 UNFINISHED = "parts/unfinished"  # marks a URL whose upload has not ended
-SHOWN = 5  # sources in a message
 
 
 class Preparation:
@@ -50,22 +51,27 @@ class Preparation:
 
     Args:
         flags: the Flags of the program, with at least `data`, `out` and `workers`.
-        sources: what is read, each with its `name` and its size in `bytes` or `rows`.
+        files: that are read.
+        rows: what else is read, as the plan has it: each with its `name`, its `rows`, and a mark of
+            their content, see sources.py.
         not_planned: flags that a later call may change, besides data, out and workers.
         report: name of the report.
         complete: name of an empty file that is created after the report; default: none, the report
             is the last file.
         version: of the format, where the plan has one.
+        added_flags: flags that older versions did not have -> the value that does what they did.
     """
 
     def __init__(
         self,
         flags,
-        sources: list[dict],
+        files: Sequence[SourceFile] = (),
+        rows: Sequence[dict] = (),
         not_planned: Sequence[str] = (),
         report: str = "report.json",
         complete: str = "",
         version: int | None = None,
+        added_flags: dict | None = None,
     ):
         self._began = time.monotonic()
         expect(flags, "workers", flags.workers >= 1, "at least 1")
@@ -81,6 +87,7 @@ class Preparation:
             self.out = Path(flags.out).expanduser()
         self.parts = self.out / "parts"
         self._workers = flags.workers
+        self._files = files
         self._report = self.out / report
         self._complete = self.out / (complete or report)
 
@@ -91,7 +98,8 @@ class Preparation:
         if version is not None:
             self.plan["format"] = version
         self.plan["flags"] = planned_flags
-        self.plan["sources"] = sources
+        self.plan["sources"] = [*noted.note_files(files), *rows]
+        self._added_flags = added_flags or {}
 
     @property
     def seconds(self) -> float:
@@ -109,7 +117,13 @@ class Preparation:
         report = read_json(self._report)
         self._check_plan(report)
         shutil.rmtree(self.parts, ignore_errors=True)
-        print(f"{self.out} is already prepared", flush=True)
+        certain = ""
+        if not noted.all_compared(report["sources"], self.plan["sources"]):
+            certain = (
+                " from files of these names and sizes; whether their content has changed is not "
+                "known: if it has, delete the folder and give the same command again"
+            )
+        print(f"{self.out} is already prepared{certain}", flush=True)
         return report
 
     def begin_with_piece_size(self, name: str, size: int) -> int:
@@ -142,18 +156,17 @@ class Preparation:
     def _check_plan(self, found: dict) -> None:
         """Raises InputError if a plan that was found has other flags or sources."""
         for name, now in self.plan["flags"].items():
-            before = found["flags"].get(name)
+            before = found["flags"].get(name, self._added_flags.get(name))
             if before != now:
-                self._refuse(f"--{name.replace('_', '-')}", before, now)
-        before = found["sources"]
-        now = self.plan["sources"]
-        if before != now:
-            self._refuse("sources", _described(before), _described(now))
+                flag = f"--{name.replace('_', '-')}"
+                self._refuse(f"with other {flag}: {before}, now {now}")
+        changes = noted.changes(found["sources"], self.plan["sources"])
+        if changes:
+            self._refuse(f"from other data: {noted.shown(changes)}")
 
-    def _refuse(self, what: str, before: object, now: object) -> None:
+    def _refuse(self, how: str) -> None:
         raise InputError(
-            f"{self.out} was prepared with other {what}: {before}, now {now}; "
-            "choose another --out, or delete it"
+            f"{self.out} was prepared {how}; choose another --out, or delete it to prepare it anew"
         )
 
     def run(self, function: Callable, tasks: list[tuple], what: str) -> None:
@@ -211,7 +224,9 @@ class Preparation:
         """Writes the report and deletes everything unfinished.
 
         Returns the report, which is the plan and `figures`.
+        Raises InputError: a file has changed since this call began.
         """
+        self._check_files()
         report = self.plan | figures
         for partial in self.out.glob("*.partial"):  # left by a call that was killed
             if partial.is_dir():
@@ -224,23 +239,19 @@ class Preparation:
         shutil.rmtree(self.parts)
         return report
 
-
-def _described(sources: list[dict]) -> str:
-    """Returns the names and sizes of the first sources, and how many more there are."""
-    names = [_source_and_size(source) for source in sources[:SHOWN]]
-    described = ", ".join(names)
-    if len(sources) > SHOWN:
-        described += f" and {len(sources) - SHOWN} more"
-    return described
-
-
-def _source_and_size(source: dict) -> str:
-    if "bytes" in source:
-        return f"{source['name']} ({source['bytes']} bytes)"
-    of_split = ""
-    if "split" in source:
-        of_split = f" of {source['split']}"
-    return f"{source['name']} ({source['rows']} rows{of_split})"
+    def _check_files(self) -> None:
+        """Raises InputError where a file has changed since this call began; the passes have then
+        read two states of it. One that is gone was read before."""
+        if not all(file.path.exists() for file in self._files):
+            return
+        now = noted.note_files(self._files)
+        before = self.plan["sources"][: len(now)]
+        changes = noted.changes(before, now) if now else []
+        if changes:
+            raise InputError(
+                f"{noted.shown(changes)}: it changed while it was prepared, so that the result is "
+                f"of two states; delete {self.out} and give the same command again"
+            )
 
 
 def _start_worker() -> None:
@@ -267,15 +278,6 @@ def _decompress(path: Path, plain: Path) -> None:
     """Writes what is in a .gz file as a plain one."""
     with reading_gz(path), gzip.open(path, "rb") as compressed, whole(plain) as file:
         shutil.copyfileobj(compressed, file, 1 << 20)
-
-
-def write_rows(path: Path, first: int, rows: np.ndarray) -> None:
-    """Writes rows into an .npy file that is there, from row `first` on."""
-    if not len(rows):
-        return
-    file = np.load(path, mmap_mode="r+")
-    file[first : first + len(rows)] = rows
-    file.flush()
 
 
 def save_arrays(path: Path, **arrays) -> None:

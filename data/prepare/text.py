@@ -47,6 +47,7 @@ from data import splits
 from data.prepare import pipeline
 from data.prepare.files import whole
 from data.prepare.pipeline import Preparation, expect, load_array, save_arrays
+from data.prepare.sources import SourceFile, files_in, folder_of, note_rows
 from data.text import ARRAYS, capacity, check_rows, pack_rows
 from data.vocabulary import SMALLEST, learn
 from errors import InputError
@@ -515,7 +516,8 @@ class Found:
 
     files: dict[str, list[Path]]  # of each split; empty: it is a data set
     loaded: pipeline.Splits
-    sources: list[dict]  # what the plan says of it
+    source_files: list[SourceFile]  # what the plan notes of it
+    rows: list[dict]
     read_from: dict[str, str]  # what the report says of it
 
 
@@ -535,7 +537,7 @@ def prepare(data: str | Path, out: str | Path = "", workers: int = 1, **flags) -
     flags = _completed(Flags(str(data), str(out), workers=workers, **flags))
     found = _find(flags)
     print(splits.sentence(found.read_from), flush=True)
-    job = Preparation(flags, found.sources)
+    job = Preparation(flags, found.source_files, found.rows)
     report = job.finished_report()
     if report:
         return report
@@ -609,15 +611,16 @@ def _find(flags: Flags) -> Found:
     if not files:
         loaded = load_rows(flags.data, flags.config, flags.column)
 
-    folder = source if source.is_dir() else source.parent
-    sources = []
+    folder = folder_of(source)
+    source_files = []
     names = dict(loaded.names)
     for split, paths in files.items():
-        names[split] = [str(path.relative_to(folder)) for path in paths]
-        for path, name in zip(paths, names[split], strict=True):
-            sources.append({"name": name, "bytes": path.stat().st_size})
+        of_split = files_in(folder, paths)
+        names[split] = [file.name for file in of_split]
+        source_files += of_split
+    noted = []
     for split, rows in loaded.datasets_by_split.items():
-        sources.append({"name": f"{flags.data}, {split}", "rows": len(rows)})
+        noted.append(note_rows(flags.data, rows, suffix=f", {split}"))
 
     if "valid" not in names:
         names["valid"] = [f"{flags.valid_share:.2%} of their documents, by a hash"]
@@ -626,7 +629,8 @@ def _find(flags: Flags) -> Found:
         left_out.append(str(path.relative_to(folder)))
     train = splits.shown(names["train"])
     valid = splits.shown(names["valid"])
-    return Found(files, loaded, sources, splits.read_from(train, valid, left_out))
+    read_from = splits.read_from(train, valid, left_out)
+    return Found(files, loaded, source_files, noted, read_from)
 
 
 def _check_files(data: str, found: splits.Files) -> None:

@@ -63,6 +63,7 @@ from data.fairseq_format import (
 from data.prepare import pipeline
 from data.prepare.files import read_json, whole, write_json
 from data.prepare.pipeline import Preparation, expect, load_array, save_arrays
+from data.prepare.sources import SourceFile, files_in, folder_of, note_rows
 from errors import InputError
 
 CHUNK_LINES = 100_000  # pairs that a worker handles at once: the most work that a kill costs
@@ -707,15 +708,19 @@ class Found:
     loaded: pipeline.Splits
     read_from: dict[str, str]  # what the report says of it
 
-    def sources(self, data: str) -> list[dict]:
-        """Returns what the plan says of what is read."""
-        sources = []
+    def source_files(self, data: str) -> list[SourceFile]:
+        """Returns the files, as the plan notes them."""
+        files = []
         for split, pair in self.files.items():
-            for path in pair:
-                sources.append({"name": path.name, "bytes": path.stat().st_size, "split": split})
+            files += files_in(folder_of(data), pair, split)
+        return files
+
+    def rows(self, data: str) -> list[dict]:
+        """Returns what the plan notes of the splits of a data set."""
+        noted = []
         for split, rows in self.loaded.datasets_by_split.items():
-            sources.append({"name": data, "rows": len(rows), "split": split})
-        return sources
+            noted.append(note_rows(data, rows) | {"split": split})
+        return noted
 
 
 def prepare(data: str | Path, out: str | Path = "", workers: int = 1, **flags) -> dict:
@@ -736,7 +741,7 @@ def prepare(data: str | Path, out: str | Path = "", workers: int = 1, **flags) -
     _check_flags(flags)
     found = _find(flags)
     print(splits.sentence(found.read_from), flush=True)
-    job = Preparation(flags, found.sources(flags.data))
+    job = Preparation(flags, found.source_files(flags.data), found.rows(flags.data))
     report = job.finished_report()
     if report:
         return report

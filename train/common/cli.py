@@ -31,21 +31,31 @@ REMOVED = {
 _given: frozenset[str] | None = None
 
 
-def run(main: Callable[[Any], Any], presets: dict[str, tuple[str, Any]]) -> None:
+def run(
+    main: Callable[[Any], Any],
+    presets: dict[str, tuple[str, Any]],
+    preset_of: Callable[[str], str] | None = None,
+) -> None:
     """Runs `main(config)` for `python -m train.<script> PRESET [--flag value …]`; PRESET --help
     shows every field.
 
-    `presets`: name -> (one line about it, Config). An InputError ends the process with one line,
-    `error: …`, and exit code 2; so does Ctrl-C before the training, with 130 and at the latest two
-    seconds later. Any other exception keeps its traceback. Where train/common/watch is, its flags
-    are there, too.
+    An InputError ends the process with one line, `error: …`, and exit code 2; so does Ctrl-C before
+    the training, with 130 and at the latest two seconds later. Any other exception keeps its
+    traceback. Where train/common/watch is, its flags are there, too.
+
+    Args:
+        presets: name -> (one line about it, Config).
+        preset_of: returns the preset for the value of --data, where the command line has none.
     """
     prog = f"python -m {_module(main)}"
     if optional.is_here("watch"):
         main, presets = optional.load("watch").watched(main, presets)
     try:
         with interrupt.ended():
-            config = parse(presets, prog)
+            arguments = sys.argv[1:]
+            if preset_of is not None and arguments and arguments[0].startswith("--"):
+                arguments = _with_preset(presets, prog, arguments, preset_of)
+            config = parse(presets, prog, arguments)
             with _giving(sys.argv[1:]):
                 main(config)
     except InputError as error:
@@ -95,6 +105,27 @@ def flat(config: Any) -> dict[str, Any]:
         else:
             values[field.name] = value
     return values
+
+
+def _with_preset(
+    presets: dict[str, tuple[str, Any]],
+    prog: str,
+    arguments: list[str],
+    preset_of: Callable[[str], str],
+) -> list[str]:
+    """Returns a command line without a preset with the one that its --data needs, and says which;
+    one that cannot be used stays as it is."""
+    anyone = next(iter(presets))
+    try:
+        data = flat(parse(presets, prog, [anyone, *arguments]))["data"]
+    except InputError:
+        if any(argument in presets for argument in arguments):  # it is there, but not the first
+            return arguments
+        raise
+    preset = preset_of(data)
+    if data:
+        print(f"preset {preset}, chosen by what {data} holds", flush=True)
+    return [preset, *arguments]
 
 
 def _module(main: Callable) -> str:

@@ -2,7 +2,8 @@
 
 runs/<name>/ (a local folder, or a URL such as gs://bucket/runs) holds
 
-    config.json    the script's Config; for each start: versions, devices, commit, command, time
+    config.json    the script's Config; what of the data is trained and evaluated on; for each
+                   start: versions, devices, commit, command, time
     metrics.jsonl  one JSON object a line: {"step": 120, "loss": 1.25, "lr": 0.05, "timing": {...}}.
                    Names of an evaluation's metrics begin with eval/. All but "timing" is the same,
                    bit for bit, when a resumed run repeats it
@@ -70,6 +71,9 @@ class Run:
             values of them.
         required: fields that a stored config.json must have. Any other that it lacks is taken as
             Config's default: the run is of an older version, without that field.
+        sources: which part of the data is for "train" and which for "evaluation", in words; a
+            resumed run must have the same. None: nothing is recorded.
+        older_sources: what an unfinished run read whose version recorded none. None: the same.
         unit: what `log` counts as examples.
 
     Attributes:
@@ -93,6 +97,8 @@ class Run:
         total_steps: int,
         may_differ: Sequence[str] = (),
         required: Sequence[str] = (),
+        sources: dict[str, str] | None = None,
+        older_sources: dict[str, str] | None = None,
         unit: str = "examples",
     ):
         self.mesh = mesh
@@ -105,7 +111,7 @@ class Run:
             trial = "; this is a trial, for real training see --help"
         self.message(f"{headline} on {mesh.num_devices} {mesh.kind} device(s){trial}")
 
-        self.folder = RunFolder(config, name, may_differ, required)
+        self.folder = RunFolder(config, name, may_differ, required, sources, older_sources)
         self.name = self.folder.name
         self.path = self.folder.path
         self.summary = self.folder.summary

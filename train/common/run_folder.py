@@ -50,6 +50,7 @@ class RunFolder:
         path: the folder or URL.
         local: where `write` writes. For a URL it is a temporary folder, which `upload` copies.
         stored: the content of config.json as it was found, or None.
+        sources: what is trained and evaluated on, as config.json has it.
         summary: the content of summary.json as it was found, or None.
         reason: why a number was added to the name, or "".
         uploaded: whether the URL has all files.
@@ -62,6 +63,8 @@ class RunFolder:
         default_name: str,
         may_differ: Iterable[str] = (),
         required: Iterable[str] = (),
+        sources: dict[str, str] | None = None,
+        older_sources: dict[str, str] | None = None,
     ):
         if not config.runs:
             raise InputError("--runs is empty; give the folder or URL of all runs, such as runs")
@@ -80,6 +83,8 @@ class RunFolder:
         self.files.invalidate_cache()
 
         self.config = _as_stored(config)
+        self.sources = sources or {}
+        self._older_sources = older_sources or {}
         defaults = {}
         for field, value in _as_stored(type(config)()).items():
             if field not in required:
@@ -124,7 +129,8 @@ class RunFolder:
             self.reason = f" ({self.name} {why})"
 
     def _changed(self, defaults: dict[str, Any], may_differ: set[str]) -> dict[str, str]:
-        """Returns the fields whose value is not the stored run's, each with what has changed."""
+        """Returns the fields whose value is not the stored run's, and maybe "split of the data",
+        each with what has changed."""
         old = defaults | self.stored["config"]
         new = self.config
         changed = {}
@@ -133,6 +139,15 @@ class RunFolder:
             now = new.get(field, "absent")
             if field not in may_differ and was != now:
                 changed[field] = f"{field} was {was}, now {now}"
+
+        was = self.stored.get("sources")
+        if was is None and self.summary is None:
+            was = self._older_sources
+        if was and self.sources and was != self.sources:
+            changed["split of the data"] = (
+                f"trained on {was['train']}, evaluated on {was['evaluation']}; "
+                f"now on {self.sources['train']}, and on {self.sources['evaluation']}"
+            )
         return changed
 
     def _refuse(self, changed: dict[str, str]) -> None:
@@ -154,7 +169,7 @@ class RunFolder:
                 os.makedirs(self.local, exist_ok=True)
                 self._take_lock()
 
-        content = {"config": self.config, "starts": []}
+        content = {"config": self.config, "sources": self.sources, "starts": []}
         content.update(self.stored or {})
         content["starts"] = [*content["starts"], start_record(devices)]
         self.write("config.json", to_json(content, indent=2))
