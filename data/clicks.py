@@ -237,13 +237,14 @@ def read_tables(
     """Yields the rows of a CSV or parquet file in order, in tables of these columns.
 
     A table has `rows` rows, the last one may have fewer. The columns of a CSV file are text, which
-    is checked by `typed`. No more than one table, and one block of BLOCK_BYTES, is in memory.
+    is checked by `typed`. No more than one table, and two blocks of BLOCK_BYTES, are in memory.
 
     Args:
         skipped: gets the rows that are left out for their number of columns, in order; some may lie
             behind the table that is yielded. None: the first one is an error.
 
-    Raises InputError: the file cannot be read, or a row has another number of columns.
+    Raises InputError, after the rows before: the file cannot be read on, or a row has another
+    number of columns.
     """
     header = read_header(path, columns)
     batches = _parquet_batches(path, columns, rows)
@@ -252,14 +253,19 @@ def read_tables(
 
     waiting = []
     count = 0
-    for batch in batches:
-        waiting.append(pa.Table.from_batches([batch]))
-        count += batch.num_rows
-        while count >= rows:
-            table = pa.concat_tables(waiting)
-            yield table.slice(0, rows)
-            waiting = [table.slice(rows)]
-            count -= rows
+    try:
+        for batch in batches:
+            waiting.append(pa.Table.from_batches([batch]))
+            count += batch.num_rows
+            while count >= rows:
+                table = pa.concat_tables(waiting)
+                yield table.slice(0, rows)
+                waiting = [table.slice(rows)]
+                count -= rows
+    except InputError:
+        if count:
+            yield pa.concat_tables(waiting)
+        raise
     if count:
         yield pa.concat_tables(waiting)
 
@@ -273,25 +279,54 @@ def _parquet_batches(path: Path, columns: Sequence[str], rows: int) -> Iterator[
 def _csv_batches(
     path: Path, columns: Sequence[str], header: Header, skipped: list[Malformed] | None
 ) -> Iterator[pa.RecordBatch]:
-    """Yields the rows of a CSV file in batches of BLOCK_BYTES of text, each value as its bytes."""
+    """Yields the rows of a CSV file in batches of BLOCK_BYTES of text, each value as its bytes.
+
+    An error comes after the rows before it: pyarrow's own would end its block.
+    """
     malformed = []
 
     def note(row: arrow_csv.InvalidRow) -> str:
         why = f"it has {row.actual_columns} columns instead of {row.expected_columns}: "
         malformed.append(Malformed(row.number - 2, why + repr(_cut(row.text, 80))))
-        if skipped is None:
-            return "error"
-        skipped.append(malformed[-1])
+        if skipped is not None:
+            skipped.append(malformed[-1])
         return "skip"
 
     types = dict.fromkeys(header.names, pa.binary())
+    count = 0
+    last = None  # the last batch, kept back: only the end shows whether its last row is whole
     with _open_csv(path) as file:
         counted = _QuoteCounter(file)
         try:
-            yield from _open_batches(counted, header, types, columns, note)
-        except pa.ArrowException as error:
-            raise InputError(_why_malformed(path, error, malformed)) from error
-    if counted.quotes % 2 and _ends_in_quotes(path, header):
+            for batch in _open_batches(counted, header, types, columns, note):
+                end = None  # the number of the row that ends the reading
+                if malformed and skipped is None:
+                    end = malformed[0].row
+                    batch = batch.slice(0, end - count)
+                count += batch.num_rows
+                if last is not None:
+                    yield last
+                last = batch
+                if count == end:
+                    break
+        except Exception as error:  # pyarrow's, or that of reading the file
+            if last is not None:
+                yield last
+                last = None
+            if not isinstance(error, pa.ArrowException):
+                raise
+            if not malformed or skipped is not None:
+                raise InputError(_why_unreadable(path, error)) from error
+    if malformed and skipped is None:
+        if last is not None:
+            yield last
+        first = malformed[0]
+        raise InputError(f"{path} row {first.row + 1}: {first.why}; fix or remove it")
+
+    is_open = counted.quotes % 2 and _ends_in_quotes(path, header)
+    if last is not None:
+        yield last.slice(0, last.num_rows - 1) if is_open else last
+    if is_open:
         raise InputError(
             f'{path} has a quote (") that is not closed: the last row would go on to the end of '
             "the file; close it, or write a quote within quotes twice"
@@ -368,11 +403,8 @@ def _ends_in_quotes(path: Path, header: Header) -> bool:
     return text.endswith(b"\n") or is_row
 
 
-def _why_malformed(path: Path, error: pa.ArrowException, malformed: list[Malformed]) -> str:
+def _why_unreadable(path: Path, error: pa.ArrowException) -> str:
     """Returns the sentence on a CSV file that pyarrow cannot parse."""
-    if malformed:
-        first = malformed[0]
-        return f"{path} row {first.row + 1}: {first.why}; fix or remove it"
     if "straddling" in str(error):
         return (
             f"{path} has a row of more than {BLOCK_BYTES} bytes; "

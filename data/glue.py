@@ -37,6 +37,7 @@ from errors import InputError
 # What is said where data are not GLUE's.
 OWN_DATA = "for data of your own give its columns by --text and --label"
 
+LABEL_COLUMN = "label"  # on the hub
 SCORES = (0.0, 5.0)  # lowest and highest label of STS-B, a regression
 
 # The largest share of QQP's rows that may be broken. Its official train.tsv has line breaks inside
@@ -168,11 +169,19 @@ def open_evaluation(
     chosen = find_task(task)
     names = chosen.evaluation if split in ("", "valid") else (split,)
     evaluation = {name: read(data, task, name, seed) for name in names}
+    objective = "classes" if chosen.labels else "regression"
+    columns = {
+        "text": chosen.columns,
+        "label": LABEL_COLUMN,
+        "objective": objective,
+        "separator": "",
+    }
     labelled = sentences.Task(
         name=task,
-        objective="classes" if chosen.labels else "regression",
+        objective=objective,
         labels=chosen.labels,
         score=partial(score_logits, task),
+        columns=columns,
     )
     return sentences.Splits(labelled, None, evaluation)
 
@@ -609,7 +618,7 @@ def _examples_of_rows(rows: "datasets.Dataset", where: str, task: Task) -> Examp
 
     `where` names the data, for messages.
     """
-    missing = [name for name in (*task.columns, "label") if name not in rows.column_names]
+    missing = [name for name in (*task.columns, LABEL_COLUMN) if name not in rows.column_names]
     if missing:
         raise InputError(
             f"{where} has the columns {', '.join(rows.column_names)}; "
@@ -622,9 +631,9 @@ def _examples_of_rows(rows: "datasets.Dataset", where: str, task: Task) -> Examp
     for name, values in zip(task.columns, columns, strict=True):
         check_sentences(values, name, where, task)
 
-    label_numbers = _numbers_of_feature(rows.features["label"], where, task)
+    label_numbers = _numbers_of_feature(rows.features[LABEL_COLUMN], where, task)
     labels = []
-    for number, label in enumerate(rows["label"]):
+    for number, label in enumerate(rows[LABEL_COLUMN]):
         if label is None or label == -1:
             raise InputError(
                 f"{where}, row {number} has the label {label}, which stands for a hidden one; "

@@ -266,7 +266,10 @@ class Images:
     Attributes:
         source, left_out: of real images, see data/splits.py.
         notes: what else the user should know of them.
+        label_columns: of a CSV that has the labels, if one has.
     """
+
+    label_columns: tuple[str, ...] = ()
 
     def __init__(self, split: Split, image_size: int, skip_broken: bool = False):
         self.split = split
@@ -487,6 +490,7 @@ class ListedImages(Images):
         """Takes the images of a split."""
         self.target = listed.target
         self.classes = list(listed.target.names)
+        self.label_columns = listed.columns
         self.labels = listed.labels
         self.scale = listed.scale
         self.source = listed.source
@@ -639,10 +643,15 @@ def _check_hub_id(path: Path, data: str) -> None:
 
 @dataclass(frozen=True)
 class Learned:
-    """What a finished run tells: classes, labels or a number, and the unit of the number."""
+    """What a finished run tells: classes, labels or a number, and the unit of the number.
+
+    Attributes:
+        columns: of the CSV that had the labels; (): it had none, or is not known.
+    """
 
     target: targets.Target
     scale: labelled_files.Scale
+    columns: tuple[str, ...] = ()
 
 
 def open_evaluation(
@@ -669,7 +678,7 @@ def open_evaluation(
     listed = bool(labelled_files.find_evaluated(data))
     if listed and (columns.asked_for or not _has_other_images(Path(data).expanduser(), data)):
         labelled = labelled_files.open_evaluation(
-            data, split, is_own, columns, learned.target, learned.scale
+            data, split, is_own, columns, learned.target, learned.scale, learned.columns
         )
         return EvaluatedList(labelled, image_size, skip_broken)
     if not has_names:

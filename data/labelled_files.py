@@ -163,6 +163,7 @@ class Labelled:
         paths: of the files.
         labels: see `targets.encode`; those of a regression in the unit of `scale`.
         target: of the training split.
+        columns: that the labels are from.
         source, left_out: see data/splits.py.
         notes: what else the user should know.
     """
@@ -170,6 +171,7 @@ class Labelled:
     paths: list[str]
     labels: np.ndarray
     target: targets.Target
+    columns: tuple[str, ...]
     scale: Scale
     source: str
     left_out: list[str]
@@ -488,6 +490,7 @@ class _Side:
     """The rows of a split with their labels."""
 
     table: Table
+    columns: tuple[str, ...]  # of the labels
     labels: np.ndarray
     source: str
 
@@ -501,7 +504,8 @@ def open_split(tables: Tables, split: str, columns: Columns) -> Labelled:
     parts = _open_parts(tables)
     names = _label_columns(parts.train, columns)
     target = _find_target(parts.train, names, columns)
-    train = _Side(parts.train, _encode(parts.train, names, target, columns), parts.train_source)
+    labels = _encode(parts.train, names, target, columns)
+    train = _Side(parts.train, names, labels, parts.train_source)
     notes = []
     if parts.evaluation is None:
         keys = [_form(os.path.normpath(file)) for file in parts.train.files]
@@ -512,7 +516,7 @@ def open_split(tables: Tables, split: str, columns: Columns) -> Labelled:
         same_columns = replace(columns, labels=names)
         _label_columns(parts.evaluation, same_columns)  # raises where it lacks one
         labels = _encode(parts.evaluation, names, target, columns)
-        evaluation = _Side(parts.evaluation, labels, parts.evaluation_source)
+        evaluation = _Side(parts.evaluation, names, labels, parts.evaluation_source)
 
     scale = _find_scale(train.labels, target, train.table.path)
     side = train if split == "train" else evaluation
@@ -546,6 +550,7 @@ def open_evaluation(
     columns: Columns,
     target: targets.Target,
     scale: Scale,
+    learned: tuple[str, ...] = (),
 ) -> Labelled:
     """Opens the pictures of a CSV on which a finished run is evaluated.
 
@@ -554,13 +559,26 @@ def open_evaluation(
         split: train, valid or test; "": all rows of another CSV than the run's that says no splits,
             else those that a training is evaluated on.
         is_own: the run was trained on this data.
+        columns: those of the training, whose labels may be ().
         target, scale: what the run has learned.
+        learned: the columns of the labels that it has learned; (): not known.
     Raises:
-        InputError: as `open_split`; a class that the run does not have; no such split.
+        InputError: as `open_split`; a column or a class that the run does not have; no such split.
     """
+    if target.objective == "regression":
+        learned = target.names
+    if not columns.labels:
+        columns = replace(columns, labels=learned)
     tables = find_evaluated(data)
-    if "" in tables:
-        side, notes = _rows_of_table(tables[""], split, is_own, columns, target)
+    trains_alone = list(tables) == ["train"]  # then a training holds a tenth of its rows out
+    if trains_alone and not (split or is_own):
+        raise InputError(
+            f"{data} has no {NAME} of the split valid, only of train; give --split train, or "
+            "--split valid for the tenth that a training holds out"
+        )
+    if "" in tables or trains_alone:
+        (path,) = tables.values()
+        side, notes = _rows_of_table(path, split, is_own, columns, target)
     else:
         wanted = split or ("valid" if "valid" in tables else "test")
         if wanted not in tables:
@@ -585,6 +603,7 @@ def _labelled(
         paths=side.table.pictures,
         labels=labels,
         target=target,
+        columns=side.columns,
         scale=scale,
         source=side.source,
         left_out=left_out,
@@ -622,8 +641,14 @@ def _rows_of_table(
 
 def _side(table: Table, columns: Columns, target: targets.Target, source: str) -> _Side:
     """Returns rows with their labels, by what a run has learned."""
+    for name in columns.labels:
+        if name not in table.header:
+            raise InputError(
+                f"{table.path} has no column {name}, whose labels the run has learned; it has "
+                f"{', '.join(table.header)}: rename the column that has them"
+            )
     names = _label_columns(table, columns)
-    return _Side(table, _encode(table, names, target, columns), source)
+    return _Side(table, names, _encode(table, names, target, columns), source)
 
 
 def _divided(side: _Side, held: np.ndarray) -> tuple[_Side, _Side]:
@@ -631,7 +656,8 @@ def _divided(side: _Side, held: np.ndarray) -> tuple[_Side, _Side]:
     sources = held_out_sources(side.source, held)
     sides = []
     for taken, source in zip((~held, held), sources, strict=True):
-        sides.append(_Side(side.table.select(taken), side.labels[taken], source))
+        rows = side.table.select(taken)
+        sides.append(_Side(rows, side.columns, side.labels[taken], source))
     train, evaluation = sides
     return train, evaluation
 

@@ -2,9 +2,10 @@
 
 paths, left_out = find("/data/new")
 pictures = Pictures(paths, resize=256, image_size=224)
-pictures.example(0, rng)                   # {"image": uint8 [224, 224, 3]}
+pictures.example(0, rng)                   # {"image": uint8 [224, 224, 3], "broken": 0.0}
 """
 
+import codecs
 import glob
 import os
 import sys
@@ -70,7 +71,8 @@ def find(data: str) -> Found:
 
 def _listed_paths() -> list[str]:
     """Returns the paths that the lines of the standard input are."""
-    lines = sys.stdin.buffer.read().split(b"\n")
+    content = sys.stdin.buffer.read().removeprefix(codecs.BOM_UTF8)  # Windows begins with it
+    lines = content.split(b"\n")
     if lines[-1] == b"":
         lines.pop()
     paths = [os.fsdecode(line.removesuffix(b"\r")) for line in lines]
@@ -124,40 +126,27 @@ class Pictures:
         paths: of the files.
         resize: pixels of the shorter side, of which then the middle is taken.
         image_size: pixels of the middle's side.
-        skip_broken: a file that is no whole picture is black, and its "broken" is 1; otherwise it
-            is an error.
     """
 
-    def __init__(
-        self, paths: Sequence[str], resize: int, image_size: int, skip_broken: bool = False
-    ):
+    def __init__(self, paths: Sequence[str], resize: int, image_size: int):
         self.paths = paths
         self.resize = resize
         self.image_size = image_size
-        self.skip_broken = skip_broken
 
     def __len__(self) -> int:
         return len(self.paths)
 
     def example(self, index: int, rng: np.random.Generator) -> dict[str, np.ndarray | np.floating]:
-        """Returns {"image": uint8 [S, S, 3]}, and with skip_broken "broken", float32 0 or 1.
+        """Returns {"image": uint8 [S, S, 3], "broken": float32 0 or 1}.
 
-        Raises:
-            InputError: the file is broken, without skip_broken.
+        A file that is no whole picture is black, and its "broken" is 1. An exception would end the
+        batch, and with it the answers for the pictures before this one.
         """
-        broken = False
         try:
-            image = self._read(index)
-        except InputError as error:
-            if not self.skip_broken:
-                raise InputError(f"{error}; replace it, or pass --skip-broken") from error
-            broken = True
-            image = np.zeros((self.image_size, self.image_size, 3), np.uint8)
-
-        example = {"image": image}
-        if self.skip_broken:
-            example["broken"] = np.float32(broken)
-        return example
+            return {"image": self._read(index), "broken": np.float32(0)}
+        except InputError:
+            black = np.zeros((self.image_size, self.image_size, 3), np.uint8)
+            return {"image": black, "broken": np.float32(1)}
 
     def why_broken(self, index: int) -> str:
         """Returns why a file cannot be read, which is read once more for that."""

@@ -33,16 +33,16 @@ class Task:
             regression of the number, or () where it has no name.
         score: computes metrics from logits [n, outputs] and labels, see `Encoded`; raises
             ValueError for what cannot be scored.
+        columns: where the data have text and labels, as own_text.Columns: export/columns.json.
         found: what the first line of a run says of labels that are found in the data.
-        columns: where the user's own data have text and labels: export/columns.json; GLUE: None.
     """
 
     name: str
     objective: str
     labels: tuple[str, ...]
     score: Callable[[np.ndarray, np.ndarray], dict[str, float]]
+    columns: dict[str, Any]
     found: str = ""
-    columns: dict[str, Any] | None = None
 
     def check(self, labels: np.ndarray) -> None:
         """Raises ValueError for the labels of a split that cannot be evaluated: scores them against

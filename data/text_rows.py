@@ -29,6 +29,7 @@ TABLE = re.compile(r"\.(csv|tsv|jsonl|ndjson|json|parquet)(\.gz)?$", re.IGNORECA
 TABLES = ".csv, .tsv, .jsonl or .parquet"
 SHOWN = 60  # characters of a value in a message
 PARQUET_ROWS = 1024  # read at a time
+LOOKED_AT = 100  # lines of a JSON file, for the names of its columns
 
 
 @dataclass(frozen=True)
@@ -80,14 +81,27 @@ def rows(data: str, columns: Sequence[str]) -> Iterator[Row]:
     return _json_lines(data, columns)
 
 
-def chunks(found: Iterable[Row], sizes: Iterable[int]) -> Iterator[list[Row]]:
-    """Yields rows in lists of these sizes; the last one may be shorter."""
+def chunks(found: Iterable[Any], sizes: Iterable[int]) -> Iterator[list[Any]]:
+    """Yields rows in lists of these sizes; the last one may be shorter.
+
+    Raises what reading a row raises, after the rows before it.
+    """
     found = iter(found)
     for size in sizes:
-        chunk = list(itertools.islice(found, size))
+        chunk = []
+        failure = None
+        try:
+            for row in itertools.islice(found, size):
+                chunk.append(row)
+        except InputError as error:
+            failure = error
+
+        if chunk:
+            yield chunk
+        if failure is not None:
+            raise failure
         if not chunk:
             return
-        yield chunk
 
 
 def _opened(data: str) -> IO[bytes]:
@@ -110,10 +124,11 @@ def _check_columns(data: str, columns: Sequence[str], names: Sequence[str]) -> N
             f"which column of {data} has the text is not known; {has}: "
             "name one by --text, or two of pairs"
         )
+    needed = "the two of a pair" if len(columns) == 2 else "that of the text"
     for name in columns:
         count = list(names).count(name)
         if count == 0:
-            raise InputError(f"{data} has no column {name}; {has}: name that of the text by --text")
+            raise InputError(f"{data} has no column {name}; {has}: name {needed} by --text")
         if count > 1:
             raise InputError(f"{data} has {count} columns {name}; rename all but one")
 
@@ -134,7 +149,8 @@ def _row(values: Sequence[Any], columns: Sequence[str], where: str) -> Row:
 
 
 def _lines(file: IO[bytes], data: str) -> Iterator[str]:
-    """Yields the lines of a file, without their ends; bytes that are not UTF-8 as surrogates.
+    """Yields the lines of a file, without the \\n at their ends; bytes that are not UTF-8 as
+    surrogates.
 
     Only \\n ends a line: texts have other characters that Python takes for line ends.
     """
@@ -144,15 +160,14 @@ def _lines(file: IO[bytes], data: str) -> Iterator[str]:
             if number == 0:
                 line = line.removeprefix(b"\xef\xbb\xbf")  # Windows' editors begin with this mark
             number += 1
-            text = line.decode("utf-8", "surrogateescape")
-            yield text.removesuffix("\n").removesuffix("\r")
+            yield line.removesuffix(b"\n").decode("utf-8", "surrogateescape")
     except (OSError, EOFError, zlib.error) as error:
         raise InputError(f"{data} cannot be read after line {number}: {error}") from error
 
 
 def _numbered(file: IO[bytes], data: str) -> Iterator[Row]:
     for number, line in enumerate(_lines(file, data), 1):
-        yield _row([line], (), f"{data} line {number}")
+        yield _row([line.removesuffix("\r")], (), f"{data} line {number}")
 
 
 # Tables
@@ -161,7 +176,7 @@ def _numbered(file: IO[bytes], data: str) -> Iterator[Row]:
 def _separated(data: str, columns: Sequence[str]) -> Iterator[Row]:
     """Opens a CSV or TSV file, whose first line names its columns."""
     csv.field_size_limit(sys.maxsize)  # by default 131,072 characters
-    # With their ends, which a field in quotes keeps.
+    # With their ends, \n or \r\n, which a field in quotes keeps, as in training.
     content = (f"{line}\n" for line in _lines(_opened(data), data))
     skipped = 0
     header_line = ""
@@ -213,14 +228,18 @@ def _fields(
 
 
 def _json_lines(data: str, columns: Sequence[str]) -> Iterator[Row]:
-    """Opens a file with a JSON object a line, of which the first one has all columns."""
+    """Opens a file with a JSON object a line. One of the first has all columns: single lines may be
+    broken."""
     content = _lines(_opened(data), data)
-    first = next(content, "")
-    of_first = _parsed(first)
-    if not isinstance(of_first, dict):
-        raise InputError(f"{data} line 1 is no JSON object; expected one a line")
-    _check_columns(data, columns, list(of_first))
-    return _objects(itertools.chain([first], content), data, columns)
+    ahead = chunks(content, [LOOKED_AT])
+    first = next(ahead, [])
+    objects = [values for values in map(_parsed, first) if isinstance(values, dict)]
+    has_all = any(set(columns) <= values.keys() for values in objects)
+    if not columns or (objects and not has_all):
+        names = list(objects[0]) if objects else []
+        _check_columns(data, columns, names)  # raises InputError
+    failure = itertools.chain.from_iterable(ahead)  # of reading the first lines, after them
+    return _objects(itertools.chain(first, failure, content), data, columns)
 
 
 def _objects(content: Iterator[str], data: str, columns: Sequence[str]) -> Iterator[Row]:
@@ -231,14 +250,14 @@ def _objects(content: Iterator[str], data: str, columns: Sequence[str]) -> Itera
         if isinstance(values, dict):
             yield _row([values.get(name) for name in columns], columns, where)
         elif line.strip():
-            yield Row((line,), where, "it is no JSON object")
+            yield Row((line,), where, "it is no JSON object; expected one a line")
 
 
 def _parsed(line: str) -> Any:
     """Returns the content of a line of JSON; None where it is none."""
     try:
         return json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):  # of ten thousand brackets
         return None
 
 

@@ -5,11 +5,13 @@ model = load(AutoModelForMaskedLM, checkpoint.config, checkpoint.source).model
 save(folder, model, weights, checkpoint.tokenizer)
 """
 
+import contextlib
 import copy
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import safetensors
 import torch
@@ -153,11 +155,13 @@ def load(auto_class: type, config: PreTrainedConfig, source: Source) -> Loaded:
         "ignore_mismatched_sizes": True,
     }
     try:
-        if source.weights is None:
-            model, report = auto_class.from_pretrained(folder, **options)
-        else:
-            model_class = auto_class._model_mapping[type(config)]
-            model, report = model_class.from_pretrained(None, state_dict=source.weights, **options)
+        with _without_progress_bars():
+            if source.weights is None:
+                model, report = auto_class.from_pretrained(folder, **options)
+            else:
+                model_class = auto_class._model_mapping[type(config)]
+                weights = source.weights
+                model, report = model_class.from_pretrained(None, state_dict=weights, **options)
     except (OSError, ValueError, RuntimeError, safetensors.SafetensorError) as error:
         raise InputError(_unreadable(folder, error)) from error
 
@@ -179,6 +183,21 @@ def load(auto_class: type, config: PreTrainedConfig, source: Source) -> Loaded:
     return Loaded(model, frozenset(missing), other_shapes)
 
 
+@contextlib.contextmanager
+def _without_progress_bars() -> Iterator[None]:
+    """Keeps transformers from drawing the progress of seconds; a download from the hub, which has
+    bars of its own, keeps them."""
+
+    def hidden(bar: Callable, arguments: tuple, options: dict[str, Any]) -> Any:
+        return bar(*arguments, **{**options, "disable": True})
+
+    before = logging.set_tqdm_hook(hidden)
+    try:
+        yield
+    finally:
+        logging.set_tqdm_hook(before)
+
+
 def save(
     folder: str,
     model: PreTrainedModel,
@@ -193,14 +212,14 @@ def save(
         weights: the model's state_dict on the host.
         write_folder: of the encoder's record; writes what fairseq loads into the subfolder fairseq.
     """
-    logging.disable_progress_bar()
     settings = copy.deepcopy(model.config)
     settings._attn_implementation = None  # the name of ours means nothing to other programs
     with torch.device("meta"):  # allocates no second copy of the weights
         on_host = type(model)(settings)
     on_host.load_state_dict(weights, assign=True)
     on_host.tie_weights()
-    on_host.save_pretrained(folder)
+    with _without_progress_bars():
+        on_host.save_pretrained(folder)
 
     tokenizer = copy.deepcopy(tokenizer)
     longest = architectures.positions(model)

@@ -3,19 +3,22 @@
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
 import PIL.Image
+import pytest
 import torch
 from image_files import picture
 from model_helpers import randomized
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from data import glue, imagenet, vocabulary
-from models import classification, encoder_files, encoders
+from errors import InputError
+from models import classification, encoder_files, encoder_layers, encoders
 from models.resnet import resnet
+from train import glue as glue_script
 from train import predict, resnet50
 
 POSITIONS = 32  # tokens that the small classifiers take
@@ -36,6 +39,17 @@ def answers_of(folder: Path | str, data: Path | str, **flags) -> list[dict]:
     options = {"precision": "float32", "device": "cpu", "workers": 0, **flags}
     config = predict.Config(model_dir=str(folder), data=str(data), **options)
     return list(predict.answers(config))
+
+
+def answers_before(folder: Path | str, data: Path | str, **flags) -> tuple[list[dict], str]:
+    """Returns the answers that come before an error, and what it says; flags as of `answers_of`."""
+    options = {"precision": "float32", "device": "cpu", "workers": 0, **flags}
+    config = predict.Config(model_dir=str(folder), data=str(data), **options)
+    found = []
+    with pytest.raises(InputError) as refused:
+        for answer in predict.answers(config):
+            found.append(answer)
+    return found, str(refused.value)
 
 
 def lines_of(output: str) -> list[dict]:
@@ -105,13 +119,18 @@ def small_classifier(labels: Sequence[str], tokenizer: PreTrainedTokenizerBase) 
 
 
 def write_classifier(
-    folder: Path, labels: Sequence[str], problem: str = "", columns: Sequence[str] = ()
+    folder: Path,
+    labels: Sequence[str],
+    problem: str = "",
+    columns: Sequence[str] = (),
+    max_length: int = POSITIONS,
 ) -> None:
     """Writes the export of a small BERT.
 
     Args:
         problem: transformers' problem_type, if it is not that of the labels.
-        columns: with the text, as an export of own data names them.
+        columns: with the text, as the export names them; (): it names none, as older ones.
+        max_length: tokens to which the evaluation cut a text, as it says beside these.
     """
     tokenizer = tokenizer_of_texts()
     model = small_classifier(labels, tokenizer)
@@ -121,7 +140,21 @@ def write_classifier(
     encoder_files.save(str(folder), model, model.state_dict(), tokenizer)
     if columns:
         content = {"text": list(columns), "label": "y", "objective": "classes", "separator": ""}
+        content["max_length"] = max_length
         (folder / "columns.json").write_text(json.dumps(content))
+
+
+def write_trial(run: Path, mesh, task: str, lengths: Sequence[int]) -> Path:
+    """Writes a finished run of train/glue.py, a trial of a task of GLUE whose weights are random;
+    returns its export. The model takes POSITIONS tokens, whatever the lengths are."""
+    config = glue_script.validate(replace(glue_script.TINY, task=task, lengths=tuple(lengths)))
+    data = glue_script.open_data(replace(config, lengths=(POSITIONS,)))
+    model = encoder_layers.fast_layers(randomized(data.model))
+    state = glue_script.State(model, optimizer=None)
+    glue_script.export(f"{run}/export", state, data, config, mesh)
+    (run / "config.json").write_text(json.dumps({"config": asdict(config)}))
+    (run / "summary.json").write_text("{}")
+    return run / "export"
 
 
 def write_lines(path: Path, texts: Sequence[str]) -> Path:

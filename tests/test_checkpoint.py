@@ -6,7 +6,10 @@ import errno
 import io
 import json
 import os
+import signal
 import stat
+import subprocess
+import sys
 import threading
 import time
 import uuid
@@ -705,6 +708,79 @@ def test_a_folder_of_a_url_is_copied(place):
 def test_a_url_without_a_folder_is_a_sentence(url, sentence):
     with pytest.raises(InputError, match=sentence):
         files.local_folder(url)
+
+
+# A script that copies a folder of a URL, says where to, and ends in some way.
+COPIES = """
+import ctypes
+import dataclasses
+import os
+import signal
+import sys
+
+from errors import InputError
+from train.common import cli, files, interrupt
+
+interrupt.LINGER = 0.2
+library = ctypes.CDLL(None)
+mutex = ctypes.create_string_buffer(64)
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    end: str = ""
+
+
+def main(config):
+    files.write_file("memory://run/export/config.json", b"{}")
+    print(files.local_folder("memory://run/export"), flush=True)
+    if config.end == "refused":
+        raise InputError("the sentence")
+    if config.end == "crashes":
+        raise ZeroDivisionError
+    library.pthread_mutex_lock(mutex)
+    if config.end == "waits":
+        sys.stdin.read()
+    if config.end == "is in a call":
+        library.pthread_mutex_lock(mutex)
+
+
+cli.run(main, {"tiny": ("a trial", Config())})
+"""
+
+
+@pytest.mark.parametrize(
+    ("end", "number", "code"),
+    [
+        ("returns", None, 0),
+        ("refused", None, 2),
+        ("crashes", None, 1),
+        ("waits", signal.SIGINT, 130),
+        ("waits", signal.SIGTERM, -signal.SIGTERM),
+        ("is in a call", signal.SIGINT, 130),
+        ("is in a call", signal.SIGTERM, -signal.SIGTERM),
+    ],
+)
+def test_a_copy_of_a_url_is_removed_at_the_end(end, number, code, tmp_path):
+    process = subprocess.Popen(
+        [sys.executable, "-c", COPIES, "tiny", "--end", end],
+        cwd=Path(__file__).parent.parent,
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    with process:
+        folder = Path(process.stdout.readline().strip())
+        assert folder.parent == tmp_path
+        if number is not None:
+            assert (folder / "config.json").exists()
+            time.sleep(0.2)  # mostly, the call has begun then
+            process.send_signal(number)
+        assert process.wait(timeout=60) == code
+    assert not folder.exists()
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_paths_of_local_folders_are_taken_as_they_are():

@@ -645,7 +645,7 @@ def export(request, mesh, tmp_path_factory) -> Export:
     config = glue_script.validate(replace(glue_script.TINY, model=request.param))
     data = glue_script.open_data(config)
     state = glue_script.State(encoder_layers.fast_layers(data.model), None)
-    glue_script.export(str(folder), state, data, mesh)
+    glue_script.export(str(folder), state, data, config, mesh)
     return Export(kind=request.param, folder=folder)
 
 
@@ -656,6 +656,19 @@ def test_a_pipeline_cuts_a_long_text_to_what_the_model_takes(export):
     (answer,) = classify([LONG_TEXT], truncation=True)
 
     assert answer["label"] in ("negative", "positive")
+
+
+def test_an_export_is_written_and_read_without_progress_bars(export, tmp_path, capfd, monkeypatch):
+    monkeypatch.setattr(transformers.utils.logging, "_tqdm_active", True)
+
+    checkpoint = encoder_files.open_checkpoint(str(export.folder), "auto")
+    auto_class = transformers.AutoModelForSequenceClassification
+    model = encoder_files.load(auto_class, checkpoint.config, checkpoint.source).model
+    encoder_files.save(str(tmp_path), model, model.state_dict(), checkpoint.tokenizer)
+
+    assert capfd.readouterr().err == ""
+    transformers.AutoModel.from_pretrained(export.folder)  # transformers itself has them
+    assert "Loading weights" in capfd.readouterr().err
 
 
 def test_the_tokenizer_of_an_export_cuts_no_text_by_itself(export):

@@ -22,9 +22,11 @@ every_script = pytest.mark.parametrize("name", TRIALS)
 of_glue = pytest.mark.parametrize("name", ["glue"])
 
 
-def recorded(path: str, file: str = "synthetic-usual.json") -> dict:
-    """Returns what an evaluation has written into its run."""
-    return json.loads(Path(path, "evaluations", file).read_text())
+def recorded(path: str, pattern: str = "synthetic*-usual.json") -> dict:
+    """Returns what the last evaluation has written into its run."""
+    files = Path(path, "evaluations").glob(pattern)
+    newest = max(files, key=lambda path: path.stat().st_mtime_ns)
+    return json.loads(newest.read_text())
 
 
 # ---- a run's own data ----------------------------------------------------------------------------
@@ -74,7 +76,7 @@ def test_the_command_line_takes_the_flags_that_count(name, run_of, capsys, monke
 
     cli.run(glue.main, glue.PRESETS)
 
-    file = recorded(path, "synthetic-dev.json")
+    file = recorded(path, "synthetic*-dev.json")
     assert file["metrics"] == pytest.approx(metrics, rel=1e-5)
     assert file["changed"] == {"batch_size": 64}
     assert file["examples"] == 512
@@ -92,7 +94,7 @@ def test_plain_pytorch_evaluates_what_xla_has_trained(name, run_of, monkeypatch)
 
     assert found["accuracy"] > 0.95
     assert found["loss"] != metrics["loss"]
-    assert recorded(path, "synthetic-train.json")["changed"] == {"device": "cpu"}
+    assert recorded(path, "synthetic*-train.json")["changed"] == {"device": "cpu"}
 
 
 # ---- settings ------------------------------------------------------------------------------------
@@ -158,6 +160,28 @@ def test_evaluations_of_other_data_have_files_of_their_own(finished, mesh):
     assert files == ["new.csv-2-usual.json", "new.csv-usual.json"]
     assert recorded(finished, "new.csv-2-usual.json")["data"] == "b/new.csv"
     assert recorded(finished, "new.csv-usual.json")["metrics"] == {"loss": None}
+
+
+@pytest.mark.parametrize("other", ["a flag", "a metric", "a device"])
+def test_no_evaluation_takes_the_place_of_another(other, finished, mesh):
+    run = FinishedRun(str(finished))
+    config = replace(settings_of_run(glue.Config(evaluate=str(finished))), data="new.csv")
+    run.record(config, mesh, 3, {"loss": 1.0})
+    first = (finished / "evaluations/new.csv-usual.json").read_bytes()
+
+    if other == "a flag":
+        run.record(replace(config, batch_size=64), mesh, 3, {"loss": 1.0})
+    elif other == "a metric":
+        run.record(config, mesh, 3, {"loss": 2.0})
+    else:
+        run.record(config, replace(mesh, kind="TPU v5e"), 3, {"loss": 1.0})
+    run.record(config, mesh, 3, {"loss": 1.0})
+
+    files = sorted(path.name for path in (finished / "evaluations").iterdir())
+    assert files == ["new.csv-2-usual.json", "new.csv-usual.json"]
+    again = recorded(finished, "new.csv-usual.json")
+    assert again["metrics"] == json.loads(first)["metrics"]
+    assert again["changed"] == {}
 
 
 def test_words_of_a_split_mean_the_same():

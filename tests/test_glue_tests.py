@@ -5,6 +5,7 @@ from pathlib import Path
 
 import datasets
 import pytest
+import safetensors.torch
 import torch
 import transformers
 from predicting import TEXTS, random_texts, write_classifier
@@ -242,6 +243,25 @@ def test_names_that_are_not_the_tasks_need_an_order(folder, tmp_path):
     assert [line[-1] for line in other["MRPC.tsv"][1:]] == swapped
 
 
+def test_a_model_of_single_texts_predicts_no_pairs(folder, tmp_path):
+    labels = ("not_equivalent", "equivalent")
+    write_classifier(tmp_path / "export", labels, columns=("text",))
+
+    with pytest.raises(InputError, match=r"mrpc has pairs .* was trained on single texts \(text\)"):
+        predicted(tmp_path / "export", folder, tmp_path / "out", task="mrpc")
+
+
+def test_a_broken_prediction_of_a_submission_is_not_skipped(folder, tmp_path):
+    write_classifier(tmp_path / "export", ("not_equivalent", "equivalent"))
+    path = tmp_path / "export/model.safetensors"
+    weights = safetensors.torch.load_file(path)
+    weights["classifier.weight"].fill_(3e38)  # finite, but no sum of products is
+    safetensors.torch.save_file(weights, path, {"format": "pt"})
+
+    with pytest.raises(InputError, match=r"MRPC/test.tsv, index 0: .* is not finite$"):
+        predicted(tmp_path / "export", folder, tmp_path / "out", task="mrpc")
+
+
 def test_a_regression_predicts_scores(folder, tmp_path):
     write_classifier(tmp_path / "export", ())
 
@@ -260,6 +280,9 @@ def test_a_regression_predicts_scores(folder, tmp_path):
     ("flags", "sentence"),
     [
         ({"task": "mnli"}, "--out is missing"),
+        ({"task": "mnli", "out": __file__}, "--out is the file .*; with --task give a folder"),
+        ({"task": "mnli", "skip_broken": True}, "--skip-broken is not for --task"),
+        ({"task": "mnli", "text": ("a", "b")}, "--text is a b; leave it out"),
         ({"task": "mnl", "out": "x"}, "task is 'mnl'; expected one of cola"),
         ({"task": "mnli", "out": "x", "data": ""}, "--data is missing: give GLUE's folder"),
     ],

@@ -906,6 +906,24 @@ def test_the_splits_of_a_csv_are_those_of_a_training(listed):
         names_of("test", True)
 
 
+def test_a_lone_csv_of_train_is_evaluated_on_its_tenth(listed, tmp_path):
+    shutil.copytree(listed, tmp_path / "train")
+    columns = Columns(("kind",))
+    train, held = open_both(tmp_path, columns)
+    learned = imagenet.Learned(train.target, train.scale)
+
+    def names_of(split: str, is_own: bool = True) -> list[str]:
+        return names(opened_for(tmp_path, split, is_own, learned, columns))
+
+    assert (len(train), len(held)) == (108, 12)
+    assert names_of("") == names_of("valid") == names_of("valid", is_own=False) == names(held)
+    assert names_of("train") == names(train)
+    with pytest.raises(InputError, match="no row of the split test"):
+        names_of("test")
+    with pytest.raises(InputError, match="of the split valid, only of train; give --split train"):
+        names_of("", is_own=False)
+
+
 def test_rows_of_a_csv_go_by_their_split(tmp_path):
     touch(tmp_path, *numbered(6))
     rows = [[name, "red", split] for name, split in zip(numbered(6), "ttvvee", strict=True)]
@@ -918,19 +936,47 @@ def test_rows_of_a_csv_go_by_their_split(tmp_path):
     assert names(opened_for(tmp_path, "test")) == ["4.png", "5.png"]
 
 
+def write_run(run: Path, network: resnet.ResNet, images: imagenet.Images, mesh, **flags) -> None:
+    """Writes a finished run, as far as an evaluation needs it."""
+    state = resnet50.State(network, None, None)
+    config = replace(resnet50.TINY, **SMALL, batch_size=8, norm_groups=4, **flags)
+    resnet50.export(f"{run}/export", state, resnet50.Data(images, images), config, mesh)
+    stored = {"config": json.loads(json.dumps(asdict(config)))}
+    (run / "config.json").write_text(json.dumps(stored))
+    (run / "summary.json").write_text("{}")
+
+
+@pytest.mark.parametrize("objective", ["classes", "regression"])
+def test_labels_of_another_column_are_not_evaluated(objective, tmp_path, mesh):
+    """Nor where the classes have the same names, or where one other column is there."""
+    for number, name in enumerate(numbered(16)):
+        own_pictures.save_picture(make_picture(number), tmp_path / name)
+    rows = [[name, index % 4] for index, name in enumerate(numbered(16))]
+    trained = write_csv(tmp_path / "labels.csv", ["file", "stars"], rows)
+    copied = write_csv(tmp_path / "copied.csv", ["file", "stars"], rows)
+    other = write_csv(tmp_path / "other.csv", ["file", "price"], rows)
+    rows = [[name, 99, index % 4] for index, name in enumerate(numbered(16))]
+    both = write_csv(tmp_path / "both.csv", ["file", "price", "stars"], rows)
+    columns = Columns((), objective)
+    images, _ = open_both(trained, columns)
+    run = tmp_path / "run"
+    network = resnet.resnet("resnet_tiny", len(images.classes))
+    write_run(run, network, images, mesh, data=str(trained), objective=objective)
+
+    with pytest.raises(InputError, match="has no column stars, .* it has file, price: rename"):
+        resnet50.main(resnet50.Config(evaluate=str(run), data=str(other)))
+    expected = resnet50.main(resnet50.Config(evaluate=str(run), data=str(copied)))
+    assert resnet50.main(resnet50.Config(evaluate=str(run), data=str(both))) == expected
+
+
 def test_another_folder_is_evaluated_by_a_finished_run(tmp_path, mesh, capsys):
     """Each class is told by its colour: wrong are those of which the folder says another."""
     data = write_classes(tmp_path / "mine/test", 16)
     network = resnet.resnet("resnet_tiny", 3)
     images = imagenet.SyntheticImages(1, 32, 3, 0, "train")
     images.classes = list(CLASSES.target.names)
-    state = resnet50.State(network, None, None)
-    config = replace(resnet50.TINY, **SMALL, batch_size=8, norm_groups=4)
     run = tmp_path / "run"
-    resnet50.export(f"{run}/export", state, resnet50.Data(images, images), config, mesh)
-    stored = {"config": json.loads(json.dumps(asdict(config)))}
-    (run / "config.json").write_text(json.dumps(stored))
-    (run / "summary.json").write_text("{}")
+    write_run(run, network, images, mesh)
     network.eval()
 
     flags = {"evaluate": str(run), "data": str(data.parent), "split": "test"}

@@ -410,6 +410,7 @@ def test_the_export_has_its_columns(run):
         "label": "stars",
         "objective": "classes",
         "separator": "",
+        "max_length": 16,
     }
     settings = json.loads((path / "export/config.json").read_text())
     assert settings["problem_type"] == "single_label_classification"

@@ -2,12 +2,18 @@
 broken inputs. GLUE's test sets are in test_glue_tests.py.
 """
 
+import gzip
 import json
+import math
 import os
+import re
+import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -18,6 +24,7 @@ import transformers
 from helpers import assert_refused, environment
 from predicting import (
     TEXTS,
+    answers_before,
     answers_of,
     command,
     lines_of,
@@ -29,14 +36,16 @@ from predicting import (
     write_lines,
     write_network,
     write_pictures,
+    write_trial,
 )
 from run_make import NOT_HANDED_ON, make
 from transformers import AutoModelForMaskedLM
 
-from data import pictures, text_rows
+from data import glue, own_text, pictures, text_rows
 from errors import InputError
 from models import encoder_files
 from tpu.accept.children import read_report
+from train import glue as glue_script
 from train import predict
 from train.common import device
 
@@ -168,6 +177,12 @@ def standard_input(monkeypatch, text: str) -> None:
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text.encode())))
 
 
+def test_the_list_of_pictures_may_begin_with_windows_mark(network, folder_of_pictures, monkeypatch):
+    standard_input(monkeypatch, f"\ufeff{folder_of_pictures}/b.jpg\r\n")
+    (answer,) = answers_of(network, "-")
+    assert answer["input"] == f"{folder_of_pictures}/b.jpg"
+
+
 def test_a_link_to_a_folder_above_is_not_followed(folder_of_pictures):
     (folder_of_pictures / "a/again").symlink_to(folder_of_pictures)
     elsewhere = folder_of_pictures.parent / "elsewhere"
@@ -219,6 +234,18 @@ def test_a_broken_picture_ends_with_its_name(network, with_broken, monkeypatch, 
     assert error.startswith(f"error: {with_broken[3]} is broken: ")
     assert "or pass --skip-broken" in error
     assert [answer["input"] for answer in found] == [with_broken[2]]
+
+
+@pytest.mark.parametrize("device", ["cpu", "xla"])
+def test_answers_before_a_broken_picture_come_out(device, network, with_broken, monkeypatch):
+    """Those of its own batch, too."""
+    standard_input(monkeypatch, "\n".join([with_broken[0], with_broken[2], *with_broken]))
+
+    found, error = answers_before(network, "-", batch_size=4, device=device)
+
+    assert [answer["input"] for answer in found] == [with_broken[index] for index in (0, 2, 0)]
+    assert error.startswith(f"{with_broken[1]} is broken: ")
+    assert error.endswith("; or pass --skip-broken")
 
 
 def rewritten(folder: Path, to: Path, **changes: str | None) -> Path:
@@ -273,7 +300,25 @@ def classifier(tmp_path_factory) -> Path:
     """The export of a small classifier of three classes."""
     torch.manual_seed(0)
     folder = tmp_path_factory.mktemp("classifier")
-    write_classifier(folder, NAMES)
+    write_classifier(folder, NAMES, columns=("text",))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def of_pairs(tmp_path_factory) -> Path:
+    """The export of a small classifier of pairs."""
+    torch.manual_seed(0)
+    folder = tmp_path_factory.mktemp("of_pairs")
+    write_classifier(folder, NAMES, columns=("first", "second"))
+    return folder
+
+
+@pytest.fixture
+def old(classifier, tmp_path) -> Path:
+    """The export of an older version, which does not say how many texts an example has."""
+    folder = tmp_path / "old"
+    shutil.copytree(classifier, folder)
+    (folder / "columns.json").unlink()
     return folder
 
 
@@ -335,14 +380,14 @@ def write_pairs(path: Path) -> Path:
 
 
 @pytest.mark.parametrize("name", ["new.csv", "new.tsv", "new.jsonl", "new.parquet"])
-def test_pairs_have_the_pipelines_probabilities(name, classifier, tmp_path):
+def test_pairs_have_the_pipelines_probabilities(name, of_pairs, tmp_path):
     data = write_pairs(tmp_path / name)
 
-    found = answers_of(classifier, data, text=("first", "second"))
+    found = answers_of(of_pairs, data, text=("first", "second"))
 
     assert [answer["input"] for answer in found] == [list(pair) for pair in PAIRS]
     inputs = [{"text": first, "text_pair": second} for first, second in PAIRS]
-    assert_by_pipeline(found, by_pipeline(classifier, inputs))
+    assert_by_pipeline(found, by_pipeline(of_pairs, inputs))
 
 
 def test_the_columns_of_the_training_are_the_default(tmp_path):
@@ -352,8 +397,55 @@ def test_the_columns_of_the_training_are_the_default(tmp_path):
     found = answers_of(tmp_path / "export", data)
 
     assert found[0]["input"] == [PAIRS[0][1], PAIRS[0][0]]
-    with pytest.raises(InputError, match="trained on second and first: give 2 column"):
-        answers_of(tmp_path / "export", data, text=("first",))
+
+
+def test_one_text_is_no_pair_and_a_pair_not_one_text(classifier, of_pairs, tmp_path):
+    data = write_pairs(tmp_path / "new.csv")
+    one = r"takes pairs \(first and second\): name 2, as --text first second$"
+    with pytest.raises(InputError, match=one):
+        answers_of(of_pairs, data, text=("first",))
+
+    two = r"takes single texts \(text\): name 1, as --text text$"
+    with pytest.raises(InputError, match=two):
+        answers_of(classifier, data, text=("first", "second"))
+
+
+@pytest.mark.parametrize(
+    ("task", "columns"), [("mrpc", ("sentence1", "sentence2")), ("sst2", ("sentence",))]
+)
+def test_an_export_of_glue_says_what_an_example_is(task, columns, mesh, tmp_path):
+    export = write_trial(tmp_path, mesh, task, (16, 32))
+    lines = write_lines(tmp_path / "new.txt", TEXTS)
+    rows = [dict.fromkeys(("sentence", "sentence1", "sentence2"), text) for text in TEXTS]
+    table = write_lines(tmp_path / "new.jsonl", map(json.dumps, rows))
+
+    found = answers_of(export, table)
+
+    inputs = [[text] * len(columns) for text in TEXTS]
+    assert [answer["input"] for answer in found] == (inputs if len(columns) == 2 else TEXTS)
+    if len(columns) == 2:
+        with pytest.raises(InputError, match="takes pairs .* has a text a line; expected a file"):
+            answers_of(export, lines)
+    else:
+        assert_alike(answers_of(export, lines), found)
+
+
+def test_an_old_export_predicts_with_a_note(old, classifier, tmp_path, capsys):
+    data = write_lines(tmp_path / "new.txt", TEXTS)
+    table = write_pairs(tmp_path / "new.csv")
+
+    code, found, error = in_process(capsys, old, data)
+
+    assert code == 0
+    assert_alike(found, answers_of(classifier, data))
+    assert error.startswith(f"{old} has no columns.json, so it does not say whether it was ")
+    _, _, error = in_process(capsys, classifier, data)
+    assert error == ""
+    _, found, error = in_process(capsys, old, table, "--text", "first", "second")
+    assert [answer["input"] for answer in found] == [list(pair) for pair in PAIRS]
+    assert "columns.json" not in error
+    with pytest.raises(InputError, match="has the columns .*: name one by --text, or two of pairs"):
+        answers_of(old, table)
 
 
 @pytest.mark.parametrize(
@@ -428,6 +520,48 @@ def test_long_texts_are_cut_and_counted(classifier, tmp_path, capsys):
     assert_by_pipeline(found, by_pipeline(classifier, texts))
 
 
+def test_texts_are_cut_as_in_the_evaluation_of_the_run(mesh, tmp_path, capsys):
+    export = write_trial(tmp_path / "run", mesh, "sst2", (8, 12))
+    expected = glue_script.main(glue_script.Config(evaluate=str(tmp_path / "run"), device="cpu"))
+    (cut,) = re.findall(r"\((\d+) cut to 12 tokens\)", capsys.readouterr().out)
+    examples = glue.read("synthetic", "sst2", "validation")
+    data = write_lines(tmp_path / "new.txt", examples.first)
+    labels = [glue.TASKS["sst2"].labels[label] for label in examples.labels]
+
+    code, found, error = in_process(capsys, export, data)
+
+    assert code == 0
+    assert loss_of(found, labels) == pytest.approx(expected["loss"], abs=1e-5)
+    assert f"{cut} texts were cut to 12 tokens, as in the evaluation" in error
+    assert "--max-length takes up to 32" in error
+
+    _, shorter, error = in_process(capsys, export, data, "--max-length", 10)
+    assert abs(loss_of(shorter, labels) - expected["loss"]) > 1e-3
+    assert "texts were cut to 10 tokens, as --max-length says" in error
+
+
+def loss_of(found: list[dict], labels: list[str]) -> float:
+    """Returns the mean cross-entropy of answers."""
+    losses = []
+    for answer, label in zip(found, labels, strict=True):
+        probabilities = {one["label"]: one["probability"] for one in answer["top"]}
+        losses.append(-math.log(probabilities[label]))
+    return sum(losses) / len(losses)
+
+
+def test_a_text_is_not_cut_where_the_model_ends_later(tmp_path, classifier):
+    write_classifier(tmp_path / "export", NAMES, columns=("text",), max_length=10)
+    data = write_lines(tmp_path / "new.txt", TEXTS)
+    whole = by_pipeline(tmp_path / "export", TEXTS)
+
+    assert_by_pipeline(answers_of(tmp_path / "export", data, max_length=32), whole)
+    cut = by_pipeline(tmp_path / "export", TEXTS, max_length=10)
+    assert_by_pipeline(answers_of(tmp_path / "export", data), cut)
+    assert cut != whole
+    with pytest.raises(InputError, match="--max-length is 33; the model .* takes at most 32 tok"):
+        answers_of(tmp_path / "export", data, max_length=33)
+
+
 def test_the_first_answers_come_before_the_end_of_the_input(classifier, monkeypatch):
     read = []
 
@@ -463,6 +597,7 @@ BROKEN_ROWS = [
     ("x.jsonl", b'{"t": "one"}\n{"t": 5}\n{"t": "two"}\n', "line 2", "its t is 5, which is no"),
     ("x.jsonl", b'{"t": "one"}\n{"u": 5}\n{"t": "two"}\n', "line 2", "its t is empty"),
     ("x.jsonl", b'{"t": "one"}\n[1\n{"t": "two"}\n', "line 2", "it is no JSON object"),
+    ("x.jsonl", b'{"t": "one"}\n%s\n{"t": "two"}\n' % (b"[" * 100_000), "line 2", "it is no JSON"),
     ("x.parquet", as_parquet(["one", None, "two"]), "row 2", "its t is empty"),
 ]
 
@@ -490,17 +625,75 @@ def test_a_broken_row_is_named_and_passed_over(
 
 # A file's name and content, the flags, and the sentence.
 REFUSED_DATA = [
-    ("x.csv", b"review,stars\na,1\n", [], "it has the columns review, stars: name one by --text"),
+    ("x.csv", b"review,stars\na,1\n", [], "it has the columns review, stars: name that of the"),
     ("x.csv", b"review,stars\na,1\n", ["--text", "text"], "no column text; it has the columns rev"),
     ("x.csv", b"a,a\n1,2\n", ["--text", "a"], "has 2 columns a; rename"),
     ("x.csv", b't\n"a"b\n', ["--text", "t"], "line 2 cannot be read as CSV"),
     ("x.csv", b't\n"a\nb\n', ["--text", "t"], "line 2 cannot be read as CSV: unexpected end"),
-    ("x.jsonl", b"[1]\n", ["--text", "t"], "line 1 is no JSON object"),
+    ("x.jsonl", b"[1]\n", ["--text", "t"], "line 1: it is no JSON object; expected one a line; or"),
+    (
+        "x.jsonl",
+        b'{"u": 1}\n[1]\n{"v": 2}\n',
+        ["--text", "t"],
+        "no column t; it has the columns u:",
+    ),
     ("x.parquet", b"PAR", ["--text", "t"], "cannot be read as parquet"),
     ("x.txt", b"a\n", ["--text", "t"], "has no columns; expected a file whose name ends with .csv"),
     ("x.csv", b"a,b,c\n", ["--text", "a", "b", "c"], "give one column, or two of pairs"),
     ("x.txt.gz", b"none", [], "cannot be read after line 0"),
 ]
+
+
+@pytest.mark.parametrize(
+    ("line", "why"),
+    [
+        (b"not JSON", "it is no JSON object"),
+        (b"[1]", "it is no JSON object"),
+        (b'{"t": 5}', "its t is 5, which is no text"),
+        (b'{"u": "x"}', "its t is empty"),
+    ],
+)
+def test_a_broken_first_line_of_json_is_passed_over(line, why, classifier, tmp_path):
+    data = tmp_path / "x.jsonl"
+    data.write_bytes(b"\n" + line + b'\n{"t": "one"}\n{"t": "two"}\n')
+
+    found, error = answers_before(classifier, data, text=("t",))
+    assert found == []
+    assert error.startswith(f"{data} line 2: {why}")
+
+    broken, *whole = answers_of(classifier, data, text=("t",), skip_broken=True)
+    assert broken["error"].startswith(why)
+    assert [answer["input"] for answer in whole] == ["one", "two"]
+    assert "label" in whole[0]
+
+
+# A file's name and content, of which the third row cannot be read.
+RANDOM = np.random.default_rng(0).bytes(10_000).hex().encode()
+UNREADABLE = [
+    ("x.csv", b't\none\ntwo\n"three\nfour\n', "line 4 cannot be read as CSV"),
+    ("x.csv", b't\none\ntwo\n"three"x\nfour\n', "line 4 cannot be read as CSV"),
+    ("x.txt.gz", gzip.compress(b"one\ntwo\n" + RANDOM)[:5_000], "cannot be read after line 2: "),
+    (
+        "x.jsonl.gz",
+        gzip.compress(b'{"t": "one"}\n{"t": "two"}\n' + RANDOM)[:5_000],
+        "cannot be read after line 2: ",
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "sentence"),
+    UNREADABLE,
+    ids=["open quote", "text after a quote", "cut lines", "cut JSON"],
+)
+def test_answers_before_an_unreadable_row_come_out(name, content, sentence, classifier, tmp_path):
+    (tmp_path / name).write_bytes(content)
+    text = () if name.startswith("x.txt") else ("t",)
+
+    found, error = answers_before(classifier, tmp_path / name, text=text)
+
+    assert [answer["input"] for answer in found] == ["one", "two"]
+    assert sentence in error
 
 
 @pytest.mark.parametrize(("name", "content", "flags", "sentence"), REFUSED_DATA)
@@ -521,13 +714,23 @@ def test_a_model_of_pairs_takes_no_lines(tmp_path):
     write_classifier(tmp_path / "export", NAMES, columns=("first", "second"))
     data = write_lines(tmp_path / "new.txt", TEXTS)
 
-    with pytest.raises(InputError, match="takes pairs, first and second, .* a text a line"):
+    with pytest.raises(InputError, match=r"takes pairs \(first and second\), .* a text a line"):
         answers_of(tmp_path / "export", data)
 
 
-def test_a_semicolon_or_gz_changes_nothing(classifier, tmp_path):
-    import gzip
+def test_a_field_with_line_breaks_is_that_of_the_training(classifier, tmp_path):
+    data = tmp_path / "windows.csv"
+    data.write_bytes(b'\xef\xbb\xbfreview,y\r\n"the dog,\r\nthe ""cat""",1\r\nred bird,0\r\n')
+    columns = own_text.Columns(("review",), "y")
+    (trained,) = own_text.find(str(data), columns).read["train"]().texts
 
+    found = answers_of(classifier, data, text=("review",))
+
+    assert [answer["input"] for answer in found] == trained
+    assert trained[0] == 'the dog,\r\nthe "cat"'
+
+
+def test_a_semicolon_or_gz_changes_nothing(classifier, tmp_path):
     (tmp_path / "a.csv").write_text("n;review \n1;the dog\n\n2;the cat\n", "utf-8-sig")
     (tmp_path / "a.csv.gz").write_bytes(gzip.compress(b"n,review\n1,the dog\n2,the cat\n"))
 
@@ -596,6 +799,7 @@ def test_a_folder_that_predicts_nothing_is_refused(which, tmp_path):
         ("", "--model-dir is missing"),
         ("--model-dir x --top 0", "--top is 0; it must be at least 1"),
         ("--model-dir x --lengths 64 32", "--lengths are .*must rise"),
+        ("--model-dir x --max-length 7", "--max-length is 7; it must be at least 8"),
         ("--model-dir x --data y --labels a,b", "--labels is a,b; it is for --task"),
         ("--model-dir x --data y --out .", "--out is the folder ., give a file|give a file"),
         ("--model-dir x --data y --out /proc/x/y", "/proc/x cannot be written"),
@@ -608,8 +812,6 @@ def test_flags_that_cannot_be_used_are_refused(flags, sentence, capsys, monkeypa
 
 
 def test_a_pod_is_refused(classifier, monkeypatch):
-    from dataclasses import replace
-
     alone = predict.device.setup
 
     def of_two_hosts(*args, **options):
@@ -635,6 +837,76 @@ def test_a_file_is_written_whole_or_not_at_all(classifier, tmp_path, capsys):
     assert code == 2
     assert lines_of(out.read_text("utf-8")) == expected
     assert [path.name for path in out.parent.iterdir()] == [out.name]
+
+
+def test_the_file_that_is_read_is_not_written(classifier, tmp_path, capsys, monkeypatch):
+    data = write_lines(tmp_path / "new.txt", TEXTS)
+    before = data.read_bytes()
+    link = tmp_path / "link.txt"
+    link.symlink_to(data)
+
+    for given, out in [(data, data), (data, link), (tmp_path / "n*.txt", data)]:
+        code, found, error = in_process(capsys, classifier, given, "--out", out)
+        assert (code, found) == (2, [])
+        assert re.match(f"error: --out is {out}, .*; give another\n", error)
+
+    config = predict.Config(model_dir=str(classifier), data="-", out=str(data))
+    with open(data) as opened:
+        monkeypatch.setattr(sys, "stdin", opened)
+        with pytest.raises(InputError, match="a file of --data"):
+            predict.main(config)
+    with open(data, "a") as opened:  # >> new.txt would never end
+        monkeypatch.setattr(sys, "stdout", opened)
+        with pytest.raises(InputError, match=f"the standard output is a file of --data, {data}"):
+            predict.main(replace(config, data=str(data), out=""))
+    assert data.read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "content", "said"),
+    [
+        ("classifier", "-", "", "the standard input"),
+        ("network", "-", "", "the standard input"),
+        ("classifier", "new.txt", "", "new.txt"),
+        ("classifier", "new.csv", "text\n", "new.csv"),
+        ("classifier", "new.jsonl", "\n", "new.jsonl"),
+    ],
+)
+def test_no_inputs_are_said(kind, name, content, said, request, tmp_path, capsys, monkeypatch):
+    standard_input(monkeypatch, content)
+    data = name
+    if name != "-":
+        data = tmp_path / name
+        data.write_text(content)
+
+    code, found, error = in_process(capsys, request.getfixturevalue(kind), data)
+
+    assert (code, found) == (0, [])
+    assert error.endswith(f"{said} has no inputs, so there are no predictions\n")
+
+
+def test_a_pipe_that_breaks_within_is_no_reader_that_left(classifier, tmp_path, monkeypatch):
+    """A worker's connection, say: the command must not end with 0, as with `| head`."""
+    data = write_lines(tmp_path / "new.txt", TEXTS)
+
+    def broken(*_, **__):
+        raise BrokenPipeError("of a worker")
+
+    monkeypatch.setattr(text_rows, "chunks", broken)
+    monkeypatch.setattr(sys, "argv", ["predict.py", *command(classifier, data)[3:]])
+    with pytest.raises(RuntimeError, match="predicting failed"):
+        predict.cli.run(predict.main, predict.PRESETS)
+
+
+def test_cut_texts_are_said_before_an_error_too(classifier, tmp_path, capsys):
+    data = write_lines(tmp_path / "new.txt", ["the dog " * 40, ""])
+
+    code, found, error = in_process(capsys, classifier, data)
+
+    assert (code, len(found)) == (2, 1)
+    note, sentence = error.splitlines()
+    assert note == "1 texts were cut to the 32 tokens that the model takes"
+    assert sentence.startswith(f"error: {data} line 2: its text is empty")
 
 
 def test_a_report_says_where_and_how_fast_it_was(classifier, tmp_path, capsys):

@@ -9,9 +9,10 @@ import pytest
 import torch
 from click_tables import FLAGS, draw, part, write
 from helpers import exported
-from predicting import answers_of
+from predicting import answers_before, answers_of
 
 from bench import dlrm_torchrec
+from data import clicks
 from data.clicks import Columns
 from data.prepare.clicks import prepare
 from errors import InputError
@@ -107,6 +108,51 @@ def test_a_row_that_cannot_be_used_is_named_and_passed_over(export, tmp_path):
             assert answer == {"input": index + 1}
         else:
             assert answer["probability"] == pytest.approx(expected[index]["probability"], abs=CLOSE)
+
+
+@pytest.mark.parametrize("at", [0, 5])
+def test_answers_before_an_unreadable_row_come_out(at, export, tmp_path):
+    data = write(tmp_path / "new.csv", new_rows(10))
+    expected = answers_of(export, data)
+    lines = data.read_text().splitlines()
+    lines[1 + at] += ",1"
+    data.write_text("\n".join(lines))
+
+    found, error = answers_before(export, data)
+
+    assert f"new.csv row {at + 1}: it has " in error
+    assert "columns instead of" in error
+    assert [answer["input"] for answer in found] == list(range(1, at + 1))
+    for answer, whole in zip(found, expected, strict=False):
+        assert answer["probability"] == pytest.approx(whole["probability"], abs=CLOSE)
+
+
+def test_answers_before_a_row_without_end_come_out(export, tmp_path, monkeypatch):
+    monkeypatch.setattr(clicks, "BLOCK_BYTES", 2_000)
+    data = write(tmp_path / "new.csv", new_rows(1500))
+    lines = data.read_text().splitlines()
+    lines[1001] = f'"{lines[1001]}'
+    data.write_text("\n".join(lines))
+
+    found, error = answers_before(export, data, batch_size=64)
+
+    assert [answer["input"] for answer in found] == list(range(1, 1001))
+    assert "has a row of more than 2000 bytes" in error
+
+
+def test_rows_that_an_open_quote_swallows_have_no_answer(export, tmp_path):
+    rows = new_rows(10)
+    columns = {name: values for name, values in rows.items() if name != "user"}
+    data = write(tmp_path / "new.csv", columns | {"user": rows["user"]})
+    lines = data.read_text().splitlines()
+    start, _, user = lines[6].rpartition(",")
+    lines[6] = f'{start},"{user}'
+    data.write_text("\n".join(lines))
+
+    found, error = answers_before(export, data)
+
+    assert [answer["input"] for answer in found] == [1, 2, 3, 4, 5]
+    assert 'new.csv has a quote (") that is not closed' in error
 
 
 def test_what_training_has_not_seen_is_said(export, tmp_path, capsys):

@@ -96,6 +96,7 @@ MAY_CHANGE = ("workers", "log_every", "save_every", "strict", "layout", "safe_fo
 REQUIRED = ("group_by_length",)
 # Flags that count beside --evaluate: they change no number beyond rounding.
 EVALUATED_WITH = ("batch_size", "update_every")
+COLUMNS = "columns.json"  # of an export: what `make predict` needs to know of the training
 ADAM_EPS = 1e-6  # of BERT's and DistilBERT's code, and in RoBERTa's and XLNet's papers
 SYNTHETIC_WORDS = 400  # a trial's largest vocabulary
 SYNTHETIC_INIT = 0.05  # the spread of a trial's new weights
@@ -542,17 +543,18 @@ def evaluate_run(config: Config, mesh: Mesh) -> dict[str, float]:
     return run.record(config, mesh, examples, metrics)
 
 
-def export(folder: str, state: State, data: Data, mesh: Mesh) -> None:
-    """Writes what transformers' `pipeline("text-classification", model=folder)` loads; of the
-    user's own data also their columns."""
+def export(folder: str, state: State, data: Data, config: Config, mesh: Mesh) -> None:
+    """Writes what transformers' `pipeline("text-classification", model=folder)` loads; and
+    COLUMNS, which says what the examples of the training were, and where they were cut."""
     weights = checkpoint.to_host(state.model.state_dict(), mesh.layers, mesh.main_process)
     if not mesh.main_process:
         return
 
+    examples = {**data.task.columns, "max_length": config.lengths[-1]}
+
     def save(local: str) -> None:
         encoder_files.save(local, state.model, weights, data.tokenizer)
-        if data.task.columns is not None:
-            Path(local, "columns.json").write_text(json.dumps(data.task.columns, indent=1) + "\n")
+        Path(local, COLUMNS).write_text(json.dumps(examples, indent=1) + "\n")
 
     files.write_folder(folder, save)
 
@@ -677,7 +679,7 @@ def main(config: Config) -> dict[str, float]:
         run.checkpoints.wait()
         if not metrics:  # the run ended after the last step, before the export
             metrics = evaluate(eval_fn, state, data, config, mesh)
-        export(f"{run.path}/export", state, data, mesh)
+        export(f"{run.path}/export", state, data, config, mesh)
         run.finish(metrics)
     return metrics
 

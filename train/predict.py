@@ -18,8 +18,10 @@ if __name__ == "__main__" and not __package__:  # by its path: the imports below
     )
 
 import contextlib
+import glob
 import json
 import os
+import stat
 import sys
 import time
 from collections.abc import Iterator
@@ -46,6 +48,7 @@ class Config:
     top: int = 5  # most probable classes that are given
     image_size: int = 0  # pixels, of exports that do not say them; 0: the export's
     skip_broken: bool = False  # inputs that cannot be read get an error, and are counted; else stop
+    max_length: int = 0  # tokens that a text is cut to; 0: those of the run's evaluation
     batch_size: int = 0  # inputs per batch, over all devices; 0: 64 pictures, 32 texts, 4096 clicks
     lengths: tuple[int, ...] = (32, 64, 128)  # tokens: a compiled shape each; then they double
     precision: Literal["bfloat16", "float32", "fast_float32"] = "bfloat16"  # train/common/device.py
@@ -76,34 +79,87 @@ def validate(config: Config) -> None:
     cli.at_least(config, -1, "workers")
     if config.image_size:
         cli.at_least(config, 32, "image_size")
+    if config.max_length:
+        cli.at_least(config, 8, "max_length")
     rising = list(config.lengths) == sorted(set(config.lengths))
     if not config.lengths or not rising or config.lengths[0] < 8:
         raise InputError(f"--lengths are {config.lengths}; they must rise and be at least 8")
 
     if config.labels and not config.task:
         raise InputError(f"--labels is {config.labels}; it is for --task")
+    if config.task and config.text:
+        raise InputError(
+            f"--text is {' '.join(config.text)}; leave it out: the columns are those of --task"
+        )
+    if config.task and config.skip_broken:
+        raise InputError(
+            "--skip-broken is not for --task: the benchmark's server takes no file in which a "
+            "prediction is missing"
+        )
     if not config.data and not config.task and sys.stdin.isatty():
         raise InputError("--data is missing: give what to predict, or - for the standard input")
-    if config.out and not config.task:
-        _check_out(config.out)
+    if config.out:
+        _check_out(config)
 
 
-def _check_out(out: str) -> None:
-    """Raises InputError where predictions could not be written, which would show at their end."""
+def _check_out(config: Config) -> None:
+    """Raises InputError where predictions could not be written, which would show at their end, or
+    would take the place of what is predicted."""
+    out = config.out
+    if out == config.data:
+        raise InputError(f"--out is {out}, and so is --data; give another")
     if "://" in out:
         return
-    folder = os.path.dirname(out) or "."
-    if os.path.isdir(out):
-        raise InputError(f"--out is the folder {out}; give a file")
-    if os.path.exists(out) and not os.path.isfile(out):
-        raise InputError(
-            f"--out is {out}, which is no file and would be replaced by one; leave --out out and "
-            f"write > {out}"
-        )
+    if config.task:
+        folder = out
+        if os.path.exists(out) and not os.path.isdir(out):
+            raise InputError(f"--out is the file {out}; with --task give a folder")
+    else:
+        folder = os.path.dirname(out) or "."
+        _check_out_file(out, config.data)
+
     with contextlib.suppress(OSError):
         os.makedirs(folder, exist_ok=True)
     if not os.access(folder, os.W_OK):
         raise InputError(f"--out is {out}, and {folder} cannot be written; give another")
+
+
+def _check_out_file(out: str, data: str) -> None:
+    """Raises InputError where --out is no file, or one that is read."""
+    if os.path.isdir(out):
+        raise InputError(f"--out is the folder {out}; give a file")
+    if not os.path.exists(out):
+        return
+    if not os.path.isfile(out):
+        raise InputError(
+            f"--out is {out}, which is no file and would be replaced by one; leave --out out and "
+            f"write > {out}"
+        )
+    if _is_read(os.stat(out), data):
+        raise InputError(f"--out is {out}, a file of --data, which it would replace; give another")
+
+
+def _check_standard_output(config: Config) -> None:
+    """Raises InputError where predictions would be appended to the file that is read."""
+    with contextlib.suppress(OSError):  # a notebook's has no file
+        status = os.fstat(sys.stdout.fileno())
+        if stat.S_ISREG(status.st_mode) and _is_read(status, config.data):
+            raise InputError(
+                f"the standard output is a file of --data, {config.data or '-'}; give another"
+            )
+
+
+def _is_read(status: os.stat_result, data: str) -> bool:
+    """Returns whether the file of this status is one of --data."""
+    if data in ("", "-"):
+        with contextlib.suppress(OSError):
+            return os.path.samestat(status, os.fstat(sys.stdin.fileno()))
+        return False
+
+    path = os.path.expanduser(data.removeprefix("file://"))
+    paths = [path] if os.path.exists(path) else glob.glob(path, recursive=True)
+    existing = filter(os.path.exists, paths)  # and no link to nowhere
+    return any(os.path.samestat(status, os.stat(one)) for one in existing)
 
 
 def kind_of(folder: str, given: str) -> str:
@@ -200,8 +256,10 @@ def answers(config: Config) -> Iterator[dict[str, Any]]:
 
     Raises:
         InputError: model or data cannot be used; or an input is broken, without skip_broken, after
-            the answers of those before.
+            the answers of those before; or --task is given, which writes files: `main`.
     """
+    if config.task:
+        raise InputError(f"--task is {config.task}, which writes files: call predict.main(config)")
     model, mesh = opened(config)
     yield from in_order(model.pieces(mesh), model.answers, config.skip_broken)
 
@@ -266,7 +324,7 @@ class Writer:
         files.write_folder(folder or ".", save)
 
     def _write_to(self, file: Any, found: Iterator[dict[str, Any]]) -> None:
-        for answer in found:
+        for answer in _made(found):
             self.count += 1
             self.broken += "error" in answer
             file.write(line(answer))
@@ -283,16 +341,30 @@ class Writer:
 
     def say(self, notes: list[str]) -> None:
         """Tells the user, on the standard error, what the answers do not show."""
+        if not self.count:
+            data = "the standard input" if self.config.data in ("", "-") else self.config.data
+            notes = [f"{data} has no inputs, so there are no predictions", *notes]
         if self.broken:
             notes = [f"{self.broken:,} of {self.count:,} inputs are broken", *notes]
         for note in notes:
             print(note, file=sys.stderr, flush=True)
 
 
+def _made(found: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Yields answers. What fails in making them is not taken for a failure to write them, as a
+    closed pipe is."""
+    try:
+        yield from found
+    except OSError as error:
+        raise RuntimeError("predicting failed") from error
+
+
 def main(config: Config) -> None:
     """Predicts what --data has, and writes a line for each input to the standard output or to
     --out."""
     output = sys.stdout.buffer
+    if not config.out:
+        _check_standard_output(config)
     with contextlib.redirect_stdout(sys.stderr):  # the standard output has nothing but answers
         model, mesh = opened(config)
         hooks.tell(
@@ -314,6 +386,10 @@ def main(config: Config) -> None:
             except BrokenPipeError:  # `| head` has what it wants
                 _leave_standard_output()
                 return
+            except InputError:
+                if writer.count:
+                    writer.say(model.notes)  # on the answers before
+                raise
         writer.say(model.notes)
         hooks.tell(
             "end",

@@ -600,6 +600,8 @@ def export(folder: str, state: State, data: Data, config: Config, mesh: Mesh) ->
     if config.objective == "regression":
         metadata["label_mean"] = str(data.train.scale.mean)
         metadata["label_std"] = str(data.train.scale.deviation)
+    if data.train.label_columns:
+        metadata["label_columns"] = json.dumps(data.train.label_columns)
     metadata |= imagenet.preparation(config.image_size)
     files.save_weights(f"{folder}/model.safetensors", on_host.state_dict(), metadata)
 
@@ -615,7 +617,8 @@ def open_export(config: Config, run: FinishedRun) -> tuple[nn.Module, imagenet.L
         scale = labelled_files.Scale(mean, deviation=float(metadata["label_std"]))
     model = resnet(config.model, len(names))
     load_weights(model, weights, path)
-    return model, imagenet.Learned(targets.Target(config.objective, names), scale)
+    columns = tuple(json.loads(metadata.get("label_columns", "[]")))  # older exports name none
+    return model, imagenet.Learned(targets.Target(config.objective, names), scale, columns)
 
 
 def open_evaluation(config: Config, run: FinishedRun, learned: imagenet.Learned) -> imagenet.Images:

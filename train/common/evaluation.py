@@ -7,7 +7,8 @@
             return evaluate_run(config, mesh)    # its metrics, by what its export has
 
 Nothing is trained. The network, the task and all that changes a number are the run's; the result
-is a file in runs/x/evaluations. A script's Config has two fields for it:
+is a file in runs/x/evaluations, beside those of other evaluations. A script's Config has two fields
+for it:
 
     evaluate    the folder or URL of the run; "": trains
     split       of the data, to evaluate on: train, valid or test; "": the usual one
@@ -33,6 +34,7 @@ FIELDS = ("evaluate", "split")  # of a Config; a training has their defaults
 FLAGS = (*FIELDS, "data", "device", "workers", "strict", "safe_forms")
 FLAGS += tuple(field.name for field in fields(Layout))
 FOLDER = "evaluations"  # in the folder of a run
+OF_TIME = ("evaluated_at", "time", "command")  # in the file of an evaluation
 USUAL = "usual"  # the split of an evaluation without --split, in the name of its file
 
 
@@ -189,7 +191,7 @@ class FinishedRun:
             "evaluated_at": now(),
             **start_record(devices),
         }
-        path = self._free_path(config.data, split)
+        path = self._free_path(content)
         files.write_file(path, to_json(content, indent=2))
         print(path, flush=True)
         return metrics
@@ -203,16 +205,18 @@ class FinishedRun:
                 changes[name] = value
         return changes
 
-    def _free_path(self, data: str, split: str) -> str:
-        """Returns the path of the file for an evaluation: a new one, or that of the same data."""
-        last = data.partition("?")[0].rstrip("/").rpartition("/")[2]
+    def _free_path(self, content: dict[str, Any]) -> str:
+        """Returns the path of the file for an evaluation of this content: a new one, or that of an
+        evaluation that differs from it in nothing but when it was."""
+        last = content["data"].partition("?")[0].rstrip("/").rpartition("/")[2]
         name = re.sub(r"[^\w.-]+", "-", last) or "data"
+        wanted = _without_time(json.loads(to_json(content)))
         number = 1
         while True:
             numbered = name if number == 1 else f"{name}-{number}"
-            file = f"{FOLDER}/{numbered}-{split}.json"
+            file = f"{FOLDER}/{numbered}-{content['split']}.json"
             found = self._read(file)
-            if found is None or found.get("data") == data:
+            if found is None or _without_time(found) == wanted:
                 return f"{self.path}/{file}"
             number += 1
 
@@ -228,6 +232,14 @@ class FinishedRun:
             raise InputError(f"{path} is damaged: {error}; copy the run again") from error
         except Exception as error:  # every store has exceptions of its own
             raise InputError(f"cannot read {path}: {files.reason(error)}") from error
+
+
+def _without_time(content: Any) -> Any:
+    """Returns what is compared of the files of two evaluations: what was measured, of what, how,
+    and where."""
+    if not isinstance(content, dict):
+        return content
+    return {name: value for name, value in content.items() if name not in OF_TIME}
 
 
 def _restored(defaults: Any, stored: dict[str, Any]) -> Any:

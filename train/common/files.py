@@ -7,8 +7,10 @@ import contextlib
 import io
 import json
 import os
+import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
@@ -19,8 +21,10 @@ import torch
 from torch import Tensor
 
 from errors import InputError
+from train.common import interrupt
 
 CHUNK_BYTES = 16 * 2**20  # of a file that is copied to a store
+COPY_PREFIX = "xla-zoo-copy-"  # of the name of a folder's temporary copy
 PICKLED = (".pth", ".pt")  # endings of what torch.save writes
 
 
@@ -214,7 +218,8 @@ def _chunks(file: BinaryIO) -> Iterator[bytes]:
 
 
 def local_folder(folder: str) -> str:
-    """Returns a local path to a folder: the path itself, or a temporary copy of a URL's files.
+    """Returns a local path to a folder: the path itself; or a copy of a URL's files in the
+    temporary folder, which is removed when this process ends.
 
     Raises:
         InputError: the URL cannot be read.
@@ -224,7 +229,8 @@ def local_folder(folder: str) -> str:
         if is_local(fs):
             return os.path.expanduser(folder.removeprefix("file://"))
 
-        copy = tempfile.mkdtemp()
+        copy = tempfile.mkdtemp(prefix=COPY_PREFIX)
+        interrupt.at_end(partial(shutil.rmtree, copy, ignore_errors=True))
         fs.get(f"{root.rstrip('/')}/", copy, recursive=True)
     except FileNotFoundError:
         raise InputError(f"there is no folder {folder}") from None

@@ -5,7 +5,9 @@ compilation for minutes. So a thread of its own answers: the interpreter writes 
 signal into a socket, at any time.
 """
 
+import atexit
 import contextlib
+import ctypes
 import os
 import signal
 import socket
@@ -21,6 +23,39 @@ ENDED = "ended by Ctrl-C"
 STDOUT = 1  # file descriptors, which a notebook does not replace
 STDERR = 2
 CODE = 128 + signal.SIGINT  # a shell's exit code for a process that SIGINT has ended
+
+
+# What is called when the process ends, see `at_end`; one thread at a time calls it.
+_at_end: list[Callable[[], None]] = []
+_at_end_lock = threading.RLock()
+
+
+def at_end(function: Callable[[], None]) -> None:
+    """Calls `function` when this process ends: by itself, by an exception, by Ctrl-C or by SIGTERM,
+    which still ends it as if nobody had caught it. SIGKILL calls nothing.
+
+    Args:
+        function: may be called twice.
+    """
+    if not _at_end:
+        atexit.register(_call_at_end)
+        if _in_main_thread() and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
+            signal.signal(signal.SIGTERM, _terminate)
+    _at_end.append(function)
+
+
+def _call_at_end() -> None:
+    with _at_end_lock:
+        for function in _at_end:
+            function()
+
+
+def _terminate(*_: Any) -> None:
+    """Ends the process by SIGTERM, after what is to be done at its end."""
+    _call_at_end()
+    # signal.signal is for the main thread only, which may be in a compilation.
+    ctypes.CDLL(None).signal(signal.SIGTERM, None)  # no handler: the system's own
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 @contextlib.contextmanager
@@ -124,13 +159,18 @@ def _answer(numbers: socket.socket, ending: threading.Event, says: bool) -> None
                 line = STOPS + AGAIN if number == signal.SIGINT else STOPS
                 _write(STDOUT, f"\n{line}\n")
         elif number == signal.SIGINT and not ending.wait(LINGER):
+            _call_at_end()
             os._exit(CODE)
 
 
 def _end(numbers: socket.socket, ending: threading.Event) -> None:
-    """Ends the process by Ctrl-C, where the main thread does not do it in LINGER seconds."""
+    """Ends the process by Ctrl-C, where the main thread does not do it in LINGER seconds; and by a
+    SIGTERM that `at_end` has caught."""
     for number in _received(numbers):
+        if number == signal.SIGTERM and signal.getsignal(signal.SIGTERM) == _terminate:
+            _terminate()
         if number == signal.SIGINT and not ending.wait(LINGER):
+            _call_at_end()
             _write(STDERR, f"{ENDED}\n")
             os._exit(CODE)
 

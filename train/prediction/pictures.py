@@ -3,6 +3,7 @@
 import json
 import os
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -70,24 +71,26 @@ class Pictures:
         if not self.paths:  # an empty standard input
             return
         state = self._on_device(mesh)
-        dataset = picture_files.Pictures(
-            self.paths, self.resize, self.image_size, self.config.skip_broken
-        )
+        dataset = picture_files.Pictures(self.paths, self.resize, self.image_size)
         rows = batch_rows(self.config.batch_size or BATCH, len(self.paths), mesh.num_devices)
         loader = loading.parallel_loader(
             dataset, rows, mesh, train=False, workers=self.config.workers
         )
         with loader:
             for number, batch in enumerate(loader):
-                paths = self.paths[number * rows : (number + 1) * rows]
-                broken = batch.pop("broken", None)
-                outputs = [self._step(state, batch, mesh)]
+                first = number * rows
+                paths = self.paths[first : first + rows]
                 indices = np.arange(rows)
                 indices[len(paths) :] = -1
-                piece = Piece(paths, paths, outputs, indices)
-                if broken is not None:
-                    self._add_errors(piece, broken, dataset, first=number * rows)
-                yield piece
+                broken = batch.pop("broken")
+                yield Piece(
+                    inputs=paths,
+                    where=[""] * len(paths),
+                    outputs=[self._step(state, batch, mesh)],
+                    rows=indices,
+                    broken=broken,
+                    why_broken=partial(_why_broken, dataset, first),
+                )
 
     def _on_device(self, mesh: Mesh) -> resnet50.State:
         """Returns the network on the device, to which it is moved in the first call."""
@@ -98,14 +101,11 @@ class Pictures:
             self._step = device.compiled(predict_step, mesh)
         return self._state
 
-    def _add_errors(
-        self, piece: Piece, broken: Tensor, dataset: picture_files.Pictures, first: int
-    ) -> None:
-        """Notes why pictures of a piece are broken, whose first one has the index `first`."""
-        (flags,) = device.read([broken])
-        for index in flags.nonzero()[:, 0].tolist():
-            if index < len(piece.inputs):
-                piece.errors[index] = dataset.why_broken(first + index)
+
+def _why_broken(dataset: picture_files.Pictures, first: int, index: int) -> str:
+    """Returns why a picture of a piece is broken, whose first one has the index `first` in the data
+    set."""
+    return dataset.why_broken(first + index)
 
 
 def predict_step(state: resnet50.State, batch: dict[str, Tensor], mesh: Mesh) -> Tensor:

@@ -5,13 +5,15 @@ import itertools
 import json
 import math
 import os
+import shlex
+import sys
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from torch import Tensor
 from transformers import AutoModelForSequenceClassification, PreTrainedConfig, PreTrainedModel
-from transformers.utils import logging
 
 from data import batching, text_rows
 from data.sentences import Encoded, Examples
@@ -32,6 +34,45 @@ ROWS_MULTIPLE = 8  # of a batch, so that batches are the same on 1, 2, 4 and 8 d
 MOST_BATCHES = 32
 LONGEST = 1 << 16  # tokens, where neither the model nor its tokenizer has an end
 HEAD = "ForSequenceClassification"
+TABLE_EXPECTED = f"expected a file whose name ends with {text_rows.TABLES}"
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What an export says of the examples that it was trained on.
+
+    Attributes:
+        text: the columns of an example, one or two; (): it does not say, as exports of older
+            versions and of other programs.
+        max_length: tokens to which the run's evaluation cut an example; 0: it does not say.
+    """
+
+    text: tuple[str, ...] = ()
+    max_length: int = 0
+
+
+def read_trained(folder: str) -> Trained:
+    """Returns what an export says of its examples; raises InputError where that is damaged."""
+    path = os.path.join(folder, script.COLUMNS)
+    if not os.path.exists(path):
+        return Trained()
+    try:
+        with open(path, encoding="utf-8") as file:
+            content = json.load(file)
+    except (OSError, ValueError) as error:
+        raise InputError(f"{path} is damaged: {error}; copy the export again") from error
+
+    if not isinstance(content, dict):
+        content = {}
+    text = content.get("text")
+    max_length = content.get("max_length", 0)
+    names_text = isinstance(text, list) and len(text) in (1, 2)
+    if not names_text or not isinstance(max_length, int):
+        raise InputError(
+            f"{path} is damaged: expected one or two columns as text, and a number as max_length; "
+            "copy the export again"
+        )
+    return Trained(tuple(text), max_length)
 
 
 def opened(folder: str, config: Any) -> "Sentences":
@@ -40,49 +81,63 @@ def opened(folder: str, config: Any) -> "Sentences":
     Raises:
         InputError: the export or the data cannot be read.
     """
-    exported = _exported_columns(folder)
-    columns = tuple(config.text) or exported
-    if exported and len(columns) != len(exported):
-        raise InputError(
-            f"--text is {' '.join(columns)}; the model was trained on {' and '.join(exported)}: "
-            f"give {len(exported)} column(s)"
-        )
-    rows = _rows(config.data or text_rows.STANDARD_INPUT, columns, bool(config.text))
+    trained = read_trained(folder)
+    rows = _rows(config, trained)
     model = Sentences(folder, config)
     model.rows = rows
+    if not trained.text and not config.text:
+        print(
+            f"{config.model_dir} has no {script.COLUMNS}, so it does not say whether it was "
+            "trained on pairs: each line is taken for a single text; give pairs as two columns, "
+            "by --text",
+            file=sys.stderr,
+            flush=True,
+        )
     return model
 
 
-def _rows(data: str, columns: Sequence[str], stated: bool) -> Iterator[Row]:
+def _rows(config: Any, trained: Trained) -> Iterator[Row]:
     """Opens the texts of --data.
 
-    Args:
-        columns: with the texts; (): not known.
-        stated: whether the user has named them; otherwise the export does.
+    Raises:
+        InputError: they cannot be opened; or the model takes pairs and they are none, or the other
+            way round.
     """
-    if len(columns) > 2:
-        raise InputError(f"--text is {' '.join(columns)}; give one column, or two of pairs")
+    data = config.data or text_rows.STANDARD_INPUT
+    if config.text:
+        _check_stated(config.text, data, trained)
+    columns = config.text or trained.text
     if text_rows.is_table(data):
         return text_rows.rows(data, columns)
 
-    expected = f"expected a file whose name ends with {text_rows.TABLES}"
-    if stated:
-        raise InputError(f"--text is {' '.join(columns)}, and {data} has no columns; {expected}")
     if len(columns) == 2:
         raise InputError(
-            f"the model takes pairs, {columns[0]} and {columns[1]}, and {data} has a text a line; "
-            f"{expected}"
+            f"the model takes {described(columns)}, and {data} has a text a line; "
+            f"{TABLE_EXPECTED}, with these columns or two that --text names"
         )
     return text_rows.lines(data)
 
 
-def _exported_columns(folder: str) -> tuple[str, ...]:
-    """Returns the columns of the text that an export of a user's own data names; () without."""
-    path = os.path.join(folder, "columns.json")
-    if not os.path.exists(path):
-        return ()
-    with open(path, encoding="utf-8") as file:
-        return tuple(json.load(file)["text"])
+def _check_stated(columns: Sequence[str], data: str, trained: Trained) -> None:
+    """Raises InputError where --text does not fit the data or the model."""
+    if len(columns) > 2:
+        raise InputError(f"--text is {' '.join(columns)}; give one column, or two of pairs")
+    if trained.text and len(columns) != len(trained.text):
+        raise InputError(
+            f"--text names {described(columns)}, and the model takes {described(trained.text)}: "
+            f"name {len(trained.text)}, as --text {shlex.join(trained.text)}"
+        )
+    if not text_rows.is_table(data):
+        raise InputError(
+            f"--text is {' '.join(columns)}, and {data} has no columns; {TABLE_EXPECTED}"
+        )
+
+
+def described(columns: Sequence[str]) -> str:
+    """Returns in words what an example of these columns is."""
+    if len(columns) == 2:
+        return f"pairs ({columns[0]} and {columns[1]})"
+    return f"single texts ({columns[0]})"
 
 
 class Sentences:
@@ -95,7 +150,8 @@ class Sentences:
     Attributes:
         rows: what is to be predicted.
         answers: what turns logits into answers.
-        cut: how many texts were longer than the model takes, so far.
+        limit: tokens that a text is cut to.
+        cut: how many texts were longer, so far.
     """
 
     def __init__(
@@ -108,7 +164,6 @@ class Sentences:
         self.config = config
         self.rows: Iterable[Row] = ()
         self.cut = 0
-        logging.disable_progress_bar()
         compiled = config.device == "xla"
         checkpoint = encoder_files.open_checkpoint(folder, "auto", compiled=compiled)
         self.tokenizer = checkpoint.tokenizer
@@ -122,7 +177,13 @@ class Sentences:
         objective = _objective(settings)
         own_names = [str(settings.id2label[index]) for index in range(settings.num_labels)]
         self.answers = answers.of_objective(objective, own_names, config.top)
-        self.limit = _limit(self._model, self.tokenizer)
+        self._most = _most_tokens(self._model, self.tokenizer)
+        self.limit = config.max_length or read_trained(folder).max_length or self._most
+        if self.limit > self._most:
+            raise InputError(
+                f"--max-length is {self.limit}; the model of {config.model_dir} takes at most "
+                f"{self._most} tokens"
+            )
         self._sizes = _sizes(config.lengths, self.limit)
         self._step = None
 
@@ -131,7 +192,14 @@ class Sentences:
         """Sentences for the user."""
         if not self.cut:
             return []
-        return [f"{self.cut:,} texts were cut to the {self.limit} tokens that the model takes"]
+        if self.limit == self._most:
+            return [f"{self.cut:,} texts were cut to the {self.limit} tokens that the model takes"]
+        if self.config.max_length:
+            return [f"{self.cut:,} texts were cut to {self.limit} tokens, as --max-length says"]
+        return [
+            f"{self.cut:,} texts were cut to {self.limit} tokens, as in the evaluation of the run; "
+            f"--max-length takes up to {self._most}"
+        ]
 
     def pieces(self, mesh: Mesh) -> Iterator[Piece]:
         """Yields the rows in chunks, whose outputs the device computes."""
@@ -261,7 +329,7 @@ def _objective(settings: PreTrainedConfig) -> str:
     return "classes"
 
 
-def _limit(model: PreTrainedModel, tokenizer: Any) -> int:
+def _most_tokens(model: PreTrainedModel, tokenizer: Any) -> int:
     """Returns the tokens of the longest text that a model takes."""
     return int(min(architectures.positions(model), tokenizer.model_max_length, LONGEST))
 

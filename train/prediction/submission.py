@@ -40,6 +40,7 @@ class Submission:
         self.config = config
         task = glue.find_task(config.task)
         stated = heads.parse_labels(config.labels, task.labels) if config.labels else ()
+        _check_pairs(folder, config, task)
         self.sets = glue_tests.read(config.data, task.name)
         self._model = sentences.Sentences(folder, config, task.labels, stated)
         self._model.rows = itertools.chain.from_iterable(map(_rows, self.sets))
@@ -63,7 +64,8 @@ class Submission:
 
     def write(self, mesh: Mesh) -> int:
         """Predicts, and writes all files into the folder --out; returns how many predictions."""
-        answers = in_order(self._model.pieces(mesh), _numbers, skip_broken=False)
+        pieces = self._model.pieces(mesh)
+        answers = in_order(pieces, _numbers, skip_broken=False, advice="")
         contents = {}
         for test_set in self.sets:
             own = itertools.islice(answers, len(test_set))
@@ -76,6 +78,16 @@ class Submission:
 
         files.write_folder(self.config.out, save)
         return sum(map(len, self.sets))
+
+
+def _check_pairs(folder: str, config: Any, task: glue.Task) -> None:
+    """Raises InputError where a model takes pairs and the task has none, or the other way round."""
+    trained = sentences.read_trained(folder)
+    if trained.text and len(trained.text) != len(task.columns):
+        raise InputError(
+            f"--task {task.name} has {sentences.described(task.columns)}, and {config.model_dir} "
+            f"was trained on {sentences.described(trained.text)}; give an export of that task"
+        )
 
 
 def _rows(test_set: glue_tests.TestSet) -> Iterator[Row]:
