@@ -49,15 +49,15 @@ from train.common.run import Run
 class Config:
     data: str = ""  # folder or URL of `make data`, torchrec or MovieLens; or "synthetic"
     evaluate: str = ""  # a finished run's folder: nothing is trained, its export is evaluated
-    split: str = ""  # of --data, with --evaluate: train or valid; "": the usual one
+    split: str = ""  # of --data, with --evaluate: train or valid; "": as in training
     hash_rows: int = 0  # rows per table where ids are hashes (torchrec's one-hot); 0: 40,000,000
     bottom: tuple[int, ...] = (512, 256, 64, 16)  # MLP over dense features; last: embedding size
     top: tuple[int, ...] = (512, 256, 1)  # MLP over the interactions; its output is the logit
     interaction: Literal["dot", "dcn"] = "dot"  # products of all pairs, or DCN-v2's cross network
     cross: tuple[int, int] = (3, 512)  # layers and rank of the cross network
-    plan: Literal["auto", "exchange", "data"] = "auto"  # sharded (exchange), copied (data), by size
+    plan: Literal["auto", "exchange", "data"] = "auto"  # by a table's size, or sharded, or copied
     model_devices: int = 0  # devices that share one copy of the tables; 0: all
-    exchange_room: tuple[float, float] = (1.0, 1.0)  # capacity factors of ids sent and rows updated
+    exchange_room: tuple[float, float] = (1.0, 1.0)  # exchange: room for ids and for updated rows
     epochs: int = 1  # passes over the training data; click logs overfit in the second
     batch_size: int = 128  # examples per step, over all devices
     optimizer: Literal["sgd", "rowwise_adagrad", "adagrad", "lazy_adam"] = "sgd"  # of the tables
@@ -135,7 +135,7 @@ TABLE_KEY = "sparse_arch.embedding_bag_collection.embedding_bags.t_{}.weight"
 class Data(NamedTuple):
     """What a run reads."""
 
-    train: criteo.ClickLog
+    train: criteo.ClickLog | None  # None: a finished run is evaluated
     eval: criteo.ClickLog
 
 
@@ -144,7 +144,7 @@ class State(NamedTuple):
 
     model: nn.Module
     embeddings: embedding.ShardedEmbeddingBags  # with an optimizer of their own
-    optimizer: torch.optim.Optimizer  # of the network
+    optimizer: torch.optim.Optimizer | None  # of the network; None: nothing is trained
 
 
 def learning_rate(config: Config, step: int) -> float:
@@ -226,28 +226,29 @@ def build(config: Config, data: Data, mesh: Mesh) -> State:
     step another graph.
     """
     tables = table_list(config, data.train)
-    table_optimizer = embedding.OPTIMIZERS[config.optimizer]
-    if config.optimizer == "adagrad":
-        table_optimizer = partial(table_optimizer, eps=ADAGRAD_EPS)
+    options = {"eps": ADAGRAD_EPS} if config.optimizer == "adagrad" else {}
+    table_optimizer = embedding.OPTIMIZERS[config.optimizer](**options)
     embeddings = embedding.ShardedEmbeddingBags(
         tables,
         config.dim,
         mesh,
-        table_optimizer(),
+        table_optimizer,
         config.lr,
         config.seed,
-        config.model_devices,
-        config.exchange_room,
+        model_devices=config.model_devices,
+        room=config.exchange_room,
     )
 
+    cross_layers, cross_rank = config.cross
     model = DLRM(
-        data.train.num_dense,
-        len(tables),
-        config.dim,
-        config.bottom,
-        config.top,
-        config.interaction,
-        *config.cross,
+        num_dense=data.train.num_dense,
+        num_tables=len(tables),
+        dim=config.dim,
+        bottom=config.bottom,
+        top=config.top,
+        interaction=config.interaction,
+        cross_layers=cross_layers,
+        cross_rank=cross_rank,
     )
     model = device.to_device(model, mesh)
     optimizer = network_optimizer(config, model)
@@ -257,11 +258,12 @@ def build(config: Config, data: Data, mesh: Mesh) -> State:
 
 def network_optimizer(config: Config, model: nn.Module) -> torch.optim.Optimizer:
     """Returns the optimizer of the network that belongs to the tables' --optimizer."""
-    # XLA has no foreach kernels.
+    # device.set_lr sets the rate before each step. XLA has no foreach kernels.
     if config.optimizer == "sgd":
         return torch.optim.SGD(model.parameters(), config.lr, foreach=False)
     if config.optimizer == "lazy_adam":
         return torch.optim.Adam(model.parameters(), config.lr, foreach=False)
+    # Of adagrad and of rowwise_adagrad, which only tables have.
     return torch.optim.Adagrad(model.parameters(), config.lr, eps=ADAGRAD_EPS, foreach=False)
 
 
@@ -283,9 +285,9 @@ def train_step(
     with mesh.autocast():
         logits = state.model(batch["dense"], embedded)
 
-    losses = F.binary_cross_entropy_with_logits(logits, batch["label"], reduction="none")
-    # The mean is outside: inside, torch_xla counts the labels of all devices, a collective before
+    # Not reduction="mean": for that torch_xla counts the labels of all devices, a collective before
     # the backward pass.
+    losses = F.binary_cross_entropy_with_logits(logits, batch["label"], reduction="none")
     loss = losses.mean()
     loss.backward()
 
@@ -297,7 +299,8 @@ def train_step(
 
 
 def eval_step(state: State, batch: dict[str, Tensor], config: Config, mesh: Mesh) -> Tensor:
-    """Returns (logit, label, mask) of each example, [B, 3], on all devices and so on all hosts."""
+    """Returns (logit, label, mask) of each example of the whole batch, [B, 3], replicated: every
+    host can read all of them."""
     # Autocast changes no operation of a look-up. In train_step the look-ups are outside of it.
     with torch.no_grad(), mesh.autocast():
         embedded = state.embeddings(batch["ids"], batch.get("present"))
@@ -328,12 +331,12 @@ def check_evaluation(data: Data, config: Config, mesh: Mesh) -> None:
         labels = batch["label"][batch["mask"] > 0]
         seen |= set(labels.unique().tolist())
 
-    for first in range(0, len(clicks), EVAL_BATCH):
-        if len(seen) > 1:
-            return
+    first = 0
+    while len(seen) < 2 and first < len(clicks):
         rows = np.arange(first, min(first + EVAL_BATCH, len(clicks)))
         labels = clicks.batch(rows)["label"]
         seen |= set(np.unique(labels).tolist())
+        first += EVAL_BATCH
 
     if len(seen) < 2:
         raise InputError(
@@ -371,10 +374,15 @@ def evaluate(
     return criteo.click_metrics(logits[is_example], labels[is_example])
 
 
-def export(folder: str, state: State, data: Data, config: Config, checkpoint_folder: str) -> None:
+def export(
+    folder: str, state: State, data: Data, config: Config, mesh: Mesh, checkpoint_folder: str
+) -> None:
     """Writes what torchrec's DLRM loads: model.safetensors without the tables, and a file per
-    table, out of the newest checkpoint, the only place where a table is whole. Of own clicks the
-    maps from values to ids come along, in the folder clicks."""
+    table, out of the newest checkpoint, the only place where a table is whole. For a log of the
+    user's own the maps from values to ids come along, in the folder clicks."""
+    if not mesh.main_process:
+        return
+
     metadata = {}
     for name in ("dim", "bottom", "top", "interaction", "cross"):
         metadata[name] = json.dumps(getattr(config, name))
@@ -388,8 +396,8 @@ def export(folder: str, state: State, data: Data, config: Config, checkpoint_fol
         table = embedding.read_table(checkpoint_folder, name)
         path = f"{folder}/tables/{name}.safetensors"
         files.save_weights(path, {TABLE_KEY.format(name): table}, {})
-    if data.train.columns is not None:
-        files.copy_folder(data.train.columns, f"{folder}/clicks")
+    if data.train.columns_folder is not None:
+        files.copy_folder(data.train.columns_folder, f"{folder}/clicks")
 
 
 class Export(NamedTuple):
@@ -437,21 +445,22 @@ def restore(
         tables,
         about["dim"],
         mesh,
-        embedding.SGD(),
+        embedding.SGD(),  # it has no state, and nothing is trained
         lr=0.0,
-        seed=0,
+        seed=0,  # of initial weights, which those of the export replace
         model_devices=model_devices,
         room=exchange_room,
     )
+    # Each table is one piece, as if a checkpoint had it.
     shapes = {pieces.STEP: ()}
     for table in tables:
-        shapes[f"{table.name}/weight/0/0"] = (table.rows, about["dim"])
+        shapes[pieces.whole_weight(table.name)] = (table.rows, about["dim"])
     embeddings.load_pieces(shapes, partial(_read_exported, export.folder))
     return State(model, embeddings, optimizer=None)
 
 
 def _read_exported(folder: str, key: str) -> Tensor:
-    """Returns a table of an export, or the count of updates, by its name in a checkpoint."""
+    """Returns a table of an export, or the count of updates, by the name of its piece."""
     if key == pieces.STEP:
         return torch.zeros(())
     name = key.partition("/")[0]
@@ -459,19 +468,20 @@ def _read_exported(folder: str, key: str) -> Tensor:
 
 
 def open_evaluation(config: Config, export: Export) -> criteo.ClickLog:
-    """Opens the clicks of --split, or a table of own clicks.
+    """Opens the clicks of --split, or a table of the user's own clicks.
 
     Raises:
         InputError: they cannot be read; or their ids are not those of the export.
     """
     split = splits.wanted(config.split, known=("train", "valid"))
-    of_training = "train" if split == "train" else "eval"
+    # As data/criteo.py names the splits: what is "valid" to the user is "eval" there.
+    opened_split = "train" if split == "train" else "eval"
     if config.data == "synthetic":
         size = SYNTHETIC_TRAIN if split == "train" else SYNTHETIC_EVAL
-        return _synthetic(config, of_training, size)
+        return _synthetic(config, opened_split, size)
 
-    own_maps = Path(export.folder, "clicks")
-    if criteo.TABLE.search(config.data) and own_maps.is_dir():
+    trained_maps = Path(export.folder, "clicks")
+    if criteo.TABLE.search(config.data) and trained_maps.is_dir():
         if split:
             raise InputError(
                 f"{config.data} is one table, all rows of which are evaluated; leave out --split"
@@ -480,9 +490,9 @@ def open_evaluation(config: Config, export: Export) -> criteo.ClickLog:
         if not path.is_file():
             raise InputError(f"there is no file {config.data}; give a CSV or parquet file")
         own_clicks = optional.load("own_clicks")
-        return own_clicks.EncodedClicks(path, own_clicks.Columns.load(own_maps))
+        return own_clicks.EncodedClicks(path, own_clicks.Columns.load(trained_maps))
 
-    log = criteo.open_clicks(config.data, of_training, config.hash_rows or None)
+    log = criteo.open_clicks(config.data, opened_split, config.hash_rows or None)
     check_ids_of(log, export, config)
     return log
 
@@ -490,34 +500,42 @@ def open_evaluation(config: Config, export: Export) -> criteo.ClickLog:
 def check_ids_of(log: criteo.ClickLog, export: Export, config: Config) -> None:
     """Raises InputError where the ids of clicks mean other values than those of an export."""
     about = export.about
-    own = ", ".join(about["features"])
     if list(log.features) != about["features"]:
         raise InputError(
             f"{config.data} has the features {', '.join(log.features)}; "
-            f"{config.evaluate} was trained with {own}"
+            f"{config.evaluate} was trained with {', '.join(about['features'])}"
         )
-    for name, rows, own_rows in zip(log.features, log.table_rows, about["rows"], strict=True):
-        if rows != own_rows:
+    for name, rows, trained_rows in zip(log.features, log.table_rows, about["rows"], strict=True):
+        if rows != trained_rows:
             raise InputError(
                 f"{config.data} has {rows:,} ids for {name}; {config.evaluate} was trained with "
-                f"{own_rows:,}, so that they mean other values; give clicks of the same preparation"
+                f"{trained_rows:,}, so that they mean other values; "
+                "give clicks of the same preparation"
             )
     if log.num_dense != about["num_dense"]:
         raise InputError(
             f"{config.data} has {log.num_dense} dense features; "
             f"{config.evaluate} was trained with {about['num_dense']}"
         )
+    if log.columns_folder is not None:
+        check_maps(log.columns_folder, export, config)
 
-    own_maps = Path(export.folder, "clicks")
-    if log.columns is not None and _content(own_maps) != _content(log.columns):
-        own_clicks = optional.load("own_clicks")
-        columns = own_clicks.Columns.load(own_maps)
-        other = own_clicks.other_maps(columns, own_clicks.Columns.load(log.columns))
-        if other:
-            raise InputError(
-                f"{config.data} has other maps than {config.evaluate}: {other}; "
-                "give the table itself (CSV or parquet), which the run's own maps encode"
-            )
+
+def check_maps(columns_folder: Path, export: Export, config: Config) -> None:
+    """Raises InputError where the maps from values to ids are not those of an export."""
+    trained_maps = Path(export.folder, "clicks")
+    if _content(trained_maps) == _content(columns_folder):
+        return
+
+    # Files that differ may still have the same maps.
+    own_clicks = optional.load("own_clicks")
+    trained = own_clicks.Columns.load(trained_maps)
+    other = own_clicks.other_maps(trained, own_clicks.Columns.load(columns_folder))
+    if other:
+        raise InputError(
+            f"{config.data} has other maps than {config.evaluate}: {other}; "
+            "give the table itself (CSV or parquet), which the run's own maps encode"
+        )
 
 
 def _content(folder: Path) -> dict[str, bytes]:
@@ -530,7 +548,7 @@ def evaluate_run(config: Config, mesh: Mesh) -> dict[str, float]:
     run = FinishedRun(config.evaluate)
     export = read_export(run.export())
     log = open_evaluation(config, export)
-    check_evaluation(Data(train=log, eval=log), config, mesh)
+    check_evaluation(Data(train=None, eval=log), config, mesh)
     run.announce(mesh, config.data, f"{len(log):,} examples", log)
 
     tables = table_list(config, log)
@@ -538,6 +556,16 @@ def evaluate_run(config: Config, mesh: Mesh) -> dict[str, float]:
     eval_fn = device.compiled(eval_step, mesh)
     metrics = evaluate(eval_fn, state, log, config, mesh)
     return run.record(config, mesh, len(log), metrics)
+
+
+def headline(config: Config, data: Data, steps_per_epoch: int) -> str:
+    """Returns what a run says first."""
+    sources = splits.said(data.train, data.eval)
+    return (
+        f"dlrm on {config.data}: {len(data.train):,} examples, "
+        f"{len(data.train.features)} tables of {sum(data.train.table_rows):,} rows, "
+        f"{config.epochs} epoch(s) of {steps_per_epoch:,} steps of {config.batch_size}{sources}"
+    )
 
 
 def main(config: Config) -> dict[str, float]:
@@ -549,29 +577,27 @@ def main(config: Config) -> dict[str, float]:
     )
     if config.evaluate:
         return evaluate_run(config, mesh)
+
+    # ---- the data --------------------------------------------------------------------------------
     data = open_data(config)
     steps_per_epoch = loading.steps_per_epoch(data.train, config.batch_size, mesh)
     total_steps = config.epochs * steps_per_epoch
-
-    kind = "synthetic" if config.data == "synthetic" else "clicks"
-    sources = splits.said(*data)
-    headline = (
-        f"dlrm on {config.data}: {len(data.train):,} examples, "
-        f"{len(data.train.features)} tables of {sum(data.train.table_rows):,} rows, "
-        f"{config.epochs} epoch(s) of {steps_per_epoch:,} steps of {config.batch_size}{sources}"
-    )
     check_evaluation(data, config, mesh)
+
+    # ---- the run's folder ------------------------------------------------------------------------
+    kind = "synthetic" if config.data == "synthetic" else "clicks"
     run = Run(
         config,
         mesh,
         name=f"dlrm-{kind}",
-        headline=headline,
+        headline=headline(config, data, steps_per_epoch),
         may_differ=MAY_CHANGE,
         total_steps=total_steps,
     )
     if run.finished:
         return run.print_summary()
 
+    # ---- the model and its steps -----------------------------------------------------------------
     state = build(config, data, mesh)
     start = run.resume(
         state.model,
@@ -593,6 +619,7 @@ def main(config: Config) -> dict[str, float]:
         run.evaluation(step, **metrics)
         return metrics
 
+    # ---- the loop --------------------------------------------------------------------------------
     loader = loading.parallel_loader(
         data.train,
         config.batch_size,
@@ -610,7 +637,7 @@ def main(config: Config) -> dict[str, float]:
     stop_every = math.ceil(100 / config.steps_a_call)  # in calls
     batches = []  # one for each step of the next call
     with run.training(loader, stop_every=stop_every):
-        metrics = {}
+        metrics = {}  # of the last evaluation in this start
         if run.evaluation_due:  # the run ended between a checkpoint and its evaluation
             metrics = evaluation(start)
 
@@ -629,9 +656,11 @@ def main(config: Config) -> dict[str, float]:
             steps_of_call = len(batches)
             batches = []
 
+            # The first of the training, not of a resumed start: it is logged, as step 1 is in the
+            # other scripts.
             is_first_call = step == steps_of_call
-            due = partial(many_steps.is_due, step=step, steps=steps_of_call)
-            if is_first_call or due(config.log_every) or step == total_steps:
+            is_due = partial(many_steps.is_due, step=step, steps=steps_of_call)
+            if is_first_call or is_due(config.log_every) or step == total_steps:
                 run.log(
                     step,
                     examples=step * config.batch_size,
@@ -641,13 +670,14 @@ def main(config: Config) -> dict[str, float]:
                 )
                 # Ids without a slot in the exchange are an error. Their count is read after the
                 # next step, with the metrics of this line.
-                dropped = step_metrics.get("dropped")
+                dropped = step_metrics.get("dropped")  # None: no table is sharded
                 device.after_next_step(partial(state.embeddings.check, dropped))
-            evaluates = due(eval_every) or step == total_steps
-            run.checkpoint(step, due=due(config.save_every), evaluates=evaluates)
+            evaluates = is_due(eval_every) or step == total_steps
+            run.checkpoint(step, due=is_due(config.save_every), evaluates=evaluates)
             if evaluates:
                 metrics = evaluation(step)
 
+        # ---- the end -----------------------------------------------------------------------------
         run.checkpoints.wait()
         if not metrics:  # the run ended after the last step, before the export
             metrics = evaluate(eval_fn, state, data.eval, config, mesh)
@@ -656,9 +686,8 @@ def main(config: Config) -> dict[str, float]:
                 f"a perfect model would reach an AUC of {data.eval.perfect_auc():.4f} "
                 "on this synthetic data"
             )
-        if mesh.main_process:
-            folder = run.checkpoints.folder(total_steps)
-            export(f"{run.path}/export", state, data, config, folder)
+        last_checkpoint = run.checkpoints.folder(total_steps)
+        export(f"{run.path}/export", state, data, config, mesh, last_checkpoint)
         run.finish(metrics)
     return metrics
 
