@@ -433,7 +433,7 @@ def check_evaluation(data: Data, config: Config, mesh: Mesh) -> None:
             examples,
             plan,
             mesh,
-            split=config.update_every,  # micro-batches, as in training
+            micro_batches=config.update_every,  # of each batch, as in training
             collate=collate_fn,
         )
         try:
@@ -462,7 +462,7 @@ def evaluate(
             plan,
             mesh,
             train=False,
-            split=config.update_every,  # micro-batches, as in training
+            micro_batches=config.update_every,  # of each batch, as in training
             collate=collate_fn,
             workers=config.workers,
         )
@@ -643,7 +643,7 @@ def main(config: Config) -> dict[str, float]:
         seed=config.seed,
         start=start,
         stop=total_steps,
-        split=config.update_every,  # cuts a batch into micro-batches
+        micro_batches=config.update_every,  # cuts a batch
         update_every=config.update_every,  # yields those of an update together
         collate=partial(collate, architectures.limits(state.model)),
         workers=config.workers,

@@ -331,7 +331,7 @@ def check_evaluation(data: Data, config: Config, mesh: Mesh) -> None:
         config.batch_size,
         mesh,
         seed=config.seed,
-        split=config.update_every,  # micro-batches, as in training
+        micro_batches=config.update_every,  # of each batch, as in training
         collate=partial(collate, architectures.limits(data.model)),
     )
     predicted = 0
@@ -360,7 +360,7 @@ def evaluate(
         mesh,
         train=False,
         seed=config.seed,
-        split=config.update_every,  # micro-batches, as in training
+        micro_batches=config.update_every,  # of each batch, as in training
         collate=partial(collate, architectures.limits(state.model)),
         workers=config.workers,
     )
@@ -533,9 +533,9 @@ def main(config: Config) -> dict[str, float]:
         seed=config.seed,
         start=start,
         stop=total_steps,
-        split=config.update_every,  # cuts a batch into micro-batches
+        micro_batches=config.update_every,  # cuts a batch
         update_every=config.update_every,  # yields those of an update together
-        count_rows=counts_per_row,
+        counts_per_row=counts_per_row,
         collate=partial(collate, architectures.limits(state.model)),
         workers=config.workers,
     )

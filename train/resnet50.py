@@ -487,7 +487,7 @@ def check_evaluation(data: Data, config: Config, mesh: Mesh) -> None:
         data.eval,
         config.batch_size,
         mesh,
-        split=config.update_every,  # micro-batches, as in training
+        micro_batches=config.update_every,  # of each batch, as in training
         workers=config.workers,
     )
     decoded = 0
@@ -531,7 +531,7 @@ def evaluate(
         config.batch_size,
         mesh,
         train=False,
-        split=config.update_every,  # micro-batches, as in training
+        micro_batches=config.update_every,  # of each batch, as in training
         workers=config.workers,
     )
     with loader:
@@ -742,7 +742,7 @@ def main(config: Config) -> dict[str, float]:
         seed=config.seed,
         start=start,
         stop=total_steps,
-        split=config.update_every,  # cuts a batch into micro-batches
+        micro_batches=config.update_every,  # cuts a batch
         update_every=config.update_every,  # yields those of an update together
         workers=config.workers,
     )
