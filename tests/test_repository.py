@@ -182,6 +182,17 @@ def test_functions_of_a_script_take_the_same_arguments(script):
         assert arguments == expected, name
 
 
+BLOCKS_OF_MAIN = ["the data", "the run's folder", "the model and its steps", "the loop", "the end"]
+
+
+@every_script
+def test_main_of_a_script_has_the_same_blocks(script):
+    main = definitions(script)["main"]
+    lines = script.read_text().splitlines()[main.lineno - 1 : main.end_lineno]
+    found = re.findall(r"^ +# ---- (.+?) -+$", "\n".join(lines), re.MULTILINE)
+    assert found == BLOCKS_OF_MAIN
+
+
 @every_script
 def test_data_and_state_of_a_script_have_the_same_fields(script):
     module = importlib.import_module(f"train.{script.stem}")

@@ -121,12 +121,6 @@ class State(NamedTuple):
     optimizer: torch.optim.Optimizer | None  # None: nothing is trained
 
 
-def recipe_of(config: Config) -> Pretraining:
-    """Returns the published numbers for a model of this size."""
-    encoder = encoders.by_name(config.model)
-    return encoder.pretraining_of_size.get(config.size, encoder.pretraining)
-
-
 def learning_rate(config: Config, step: int) -> float:
     """Returns the rate at 0-based update `step`: linear warm-up, then linearly to 0."""
     if step < config.warmup_steps:
@@ -136,8 +130,14 @@ def learning_rate(config: Config, step: int) -> float:
     return config.lr * (config.steps - step) / steps_to_fall
 
 
+def recipe_of(config: Config) -> Pretraining:
+    """Returns the published numbers for a model of this size."""
+    encoder = encoders.by_name(config.model)
+    return encoder.pretraining_of_size.get(config.size, encoder.pretraining)
+
+
 def with_recipe(config: Config) -> Config:
-    """Returns the config with the model's recipe where a field is None."""
+    """Returns the config with the recipe's numbers where a field is None."""
     recipe = recipe_of(config)
     for name in ("batch_size", "steps", "lr", "warmup_steps"):
         if getattr(config, name) is None:
