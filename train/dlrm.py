@@ -40,7 +40,7 @@ from errors import InputError
 from models.dlrm import DLRM
 from train.common import checkpoint, cli, device, embedding, files, loading, many_steps
 from train.common.embedding import pieces
-from train.common.evaluation import FinishedRun, settings_of_run
+from train.common.evaluation import FinishedRun, resolve_config
 from train.common.mesh import Mesh
 from train.common.run import Run
 
@@ -119,12 +119,15 @@ SYNTHETIC_LOOKUPS = (1, 1, 1, 3, 1, 1, 1, 1)
 SYNTHETIC_TRAIN = 65_536  # examples
 SYNTHETIC_EVAL = 8_192
 
+# Fields that config.json of an old run may have, and Config has no more: dim is a property now.
+REMOVED_FIELDS = ("dim",)
 # Fields that a resumed run may change: these do not change the trained weights. Tables restore
-# under any plan. Configs of old runs recorded dim, which is a property now.
-MAY_CHANGE = ("plan", "model_devices", "exchange_room", "dim", "steps_a_call")
+# under any plan.
+MAY_CHANGE = ("plan", "model_devices", "exchange_room", "steps_a_call", *REMOVED_FIELDS)
 MAY_CHANGE += ("workers", "log_every", "save_every", "keep", "strict", "safe_forms")
-# Flags that count beside --evaluate: they change no number beyond rounding.
-EVALUATED_WITH = ("plan", "model_devices", "exchange_room")
+# Flags that may be given with --evaluate; all others are the run's. They change no number beyond
+# rounding.
+EVALUATE_FLAGS = ("plan", "model_devices", "exchange_room")
 # Examples per evaluation step, over all devices: facebookresearch/dlrm's, fewer for a small set.
 EVAL_BATCH = 16_384
 ADAGRAD_EPS = 1e-8  # of MLPerf v2's reference, and of fbgemm
@@ -546,7 +549,7 @@ def _content(folder: Path) -> dict[str, bytes]:
 def evaluate_run(config: Config, mesh: Mesh) -> dict[str, float]:
     """Evaluates the run --evaluate by its export; returns the metrics, as `main` does."""
     run = FinishedRun(config.evaluate)
-    export = read_export(run.export())
+    export = read_export(run.local_export())
     log = open_evaluation(config, export)
     check_evaluation(Data(train=None, eval=log), config, mesh)
     run.announce(mesh, config.data, f"{len(log):,} examples", log)
@@ -571,7 +574,7 @@ def headline(config: Config, data: Data, steps_per_epoch: int) -> str:
 def main(config: Config) -> dict[str, float]:
     """Trains, evaluates and exports, or evaluates a finished run; returns the final metrics: auc,
     loss and ne of the evaluation split."""
-    config = validate(settings_of_run(config, EVALUATED_WITH, MAY_CHANGE))
+    config = validate(resolve_config(config, EVALUATE_FLAGS, REMOVED_FIELDS))
     mesh = device.setup(
         config.seed, config.precision, config.strict, config.device, safe_forms=config.safe_forms
     )

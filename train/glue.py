@@ -43,7 +43,7 @@ from models import (
 from models.encoders.record import FineTuning
 from train.common import accumulate, checkpoint, cli, device, files, loading
 from train.common.batches import Examples
-from train.common.evaluation import FinishedRun, settings_of_run
+from train.common.evaluation import FinishedRun, resolve_config
 from train.common.mesh import WHOLE, Layout, Mesh
 from train.common.run import Run
 
@@ -94,8 +94,9 @@ MAY_CHANGE = ("workers", "log_every", "save_every", "strict", "layout", "safe_fo
 # Fields that a resumed run's config.json must have. Before group_by_length existed, runs had
 # another order of examples.
 REQUIRED = ("group_by_length",)
-# Flags that count beside --evaluate: they change no number beyond rounding.
-EVALUATED_WITH = ("batch_size", "update_every")
+# Flags that may be given with --evaluate; all others are the run's. They change no number beyond
+# rounding.
+EVALUATE_FLAGS = ("batch_size", "update_every")
 COLUMNS = "columns.json"  # of an export: what `make predict` needs to know of the training
 ADAM_EPS = 1e-6  # of BERT's and DistilBERT's code, and in RoBERTa's and XLNet's papers
 SYNTHETIC_SIZE = "tiny"  # a trial's network
@@ -534,7 +535,7 @@ def open_evaluation(config: Config, run: FinishedRun) -> Data:
         InputError: the export is not whole; or the examples have a class that it does not have.
     """
     compiled = config.device == "xla"
-    exported = encoder_files.open_checkpoint(run.export(), "auto", compiled=compiled)
+    exported = encoder_files.open_checkpoint(run.local_export(), "auto", compiled=compiled)
     split = splits.wanted(config.split)
     if config.text:
         names = [exported.config.id2label[index] for index in range(exported.config.num_labels)]
@@ -601,7 +602,7 @@ def headline(config: Config, data: Data, plan: batching.Plan, total_steps: int) 
 def main(config: Config) -> dict[str, float]:
     """Fine-tunes, evaluates and exports, or evaluates a finished run; returns the final metrics,
     those of MNLI's second split as mismatched_…."""
-    config = validate(settings_of_run(config, EVALUATED_WITH, MAY_CHANGE))
+    config = validate(resolve_config(config, EVALUATE_FLAGS))
     mesh = device.setup(
         config.seed,
         config.precision,

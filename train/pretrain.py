@@ -34,7 +34,7 @@ from models import architectures, encoder_files, encoder_layers, encoders, layer
 from models.encoders.record import Pretraining
 from train.common import accumulate, checkpoint, cli, device, files, loading
 from train.common.batches import Examples
-from train.common.evaluation import FIELDS, FinishedRun, settings_of_run
+from train.common.evaluation import FIELDS, FinishedRun, resolve_config
 from train.common.mesh import WHOLE, Layout, Mesh
 from train.common.run import Run
 
@@ -95,8 +95,9 @@ TINY = Config(
 # Fields that a resumed run may change: these do not change the trained weights. keep does not
 # either, but has never been among them: a run with another --keep is another run.
 MAY_CHANGE = ("workers", "log_every", "save_every", "strict", "layout", "safe_forms")
-# Flags that count beside --evaluate: they change no number beyond rounding.
-EVALUATED_WITH = ("batch_size", "update_every")
+# Flags that may be given with --evaluate; all others are the run's. They change no number beyond
+# rounding.
+EVALUATE_FLAGS = ("batch_size", "update_every")
 ADAM_EPS = 1e-6  # of BERT's and DistilBERT's code, and in RoBERTa's and XLNet's papers
 SYNTHETIC_LENGTH = 32  # a trial's tokens per row
 SYNTHETIC_INIT = 0.05  # the spread of a trial's new weights
@@ -428,7 +429,7 @@ def open_evaluation(config: Config, run: FinishedRun) -> Data:
     """
     split = splits.wanted(config.split, known=("train", "valid"))
     rows = _open_rows(config, split or "valid")
-    exported = encoder_files.open_checkpoint(run.export(), "auto")
+    exported = encoder_files.open_checkpoint(run.local_export(), "auto")
     tokenizer = rows.text.tokenizer
     objectives.same_vocabulary(run.path, exported.tokenizer, tokenizer, config.data)
     model = objectives.language_model(exported.config, config.next_sentence, exported.source)
@@ -467,7 +468,7 @@ def headline(config: Config, data: Data, steps_per_epoch: int) -> str:
 def main(config: Config) -> dict[str, float]:
     """Pretrains and exports, or evaluates a finished run; returns the final metrics of the
     validation rows."""
-    config = validate(settings_of_run(config, EVALUATED_WITH, MAY_CHANGE))
+    config = validate(resolve_config(config, EVALUATE_FLAGS))
     mesh = device.setup(
         config.seed,
         config.precision,

@@ -39,7 +39,7 @@ from errors import InputError
 from models import heads
 from models.resnet import Normalize, decide_head, load_weights, resnet
 from train.common import accumulate, checkpoint, cli, device, files, loading
-from train.common.evaluation import FinishedRun, settings_of_run
+from train.common.evaluation import FinishedRun, resolve_config
 from train.common.mesh import WHOLE, Layout, Mesh
 from train.common.run import Run
 
@@ -109,8 +109,9 @@ FINETUNE = Config(
 
 # Fields that a resumed run may change: these do not change the trained weights.
 MAY_CHANGE = ("workers", "log_every", "save_every", "keep", "strict", "layout", "safe_forms")
-# Flags that count beside --evaluate: they change no number beyond rounding.
-EVALUATED_WITH = ("batch_size", "update_every", "skip_broken")
+# Flags that may be given with --evaluate; all others are the run's. They change no number beyond
+# rounding.
+EVALUATE_FLAGS = ("batch_size", "update_every", "skip_broken")
 # The vector memory of a TPU core that one fusion may use. libtpu's default is less, which costs
 # cycles: docs/tpu/findings.md.
 VMEM_KIB = 40_960
@@ -650,7 +651,7 @@ def export(folder: str, state: State, data: Data, config: Config, mesh: Mesh) ->
 
 def open_export(config: Config, run: FinishedRun) -> tuple[nn.Module, imagenet.Learned]:
     """Returns the network of a run's export, on the host, and what it tells."""
-    path = f"{run.export()}/model.safetensors"
+    path = f"{run.local_export()}/model.safetensors"
     weights, metadata = files.load_with_metadata(path)
     names = tuple(json.loads(metadata["classes"]))
     scale = labelled_files.Scale()
@@ -720,7 +721,7 @@ def headline(config: Config, data: Data, steps_per_epoch: int) -> str:
 def main(config: Config) -> dict[str, float]:
     """Trains, evaluates and exports, or evaluates a finished run; returns the final metrics of the
     evaluation split: loss, and for classes top1 and top5."""
-    config = validate(settings_of_run(config, EVALUATED_WITH, MAY_CHANGE))
+    config = validate(resolve_config(config, EVALUATE_FLAGS))
     mesh = device.setup(
         config.seed,
         config.precision,

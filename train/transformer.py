@@ -42,7 +42,7 @@ from models.transformer import ARCHITECTURES, Transformer, label_smoothed_loss
 from models.transformer import rules as partition_rules
 from train import translate
 from train.common import accumulate, checkpoint, cli, device, files, loading
-from train.common.evaluation import FinishedRun, settings_of_run
+from train.common.evaluation import FinishedRun, resolve_config
 from train.common.mesh import WHOLE, Layout, Mesh
 from train.common.run import Run
 
@@ -113,8 +113,9 @@ TINY = Config(
 # Fields that a resumed run may change: these do not change the trained weights. save_every and keep
 # do: they choose the checkpoints whose mean is exported.
 MAY_CHANGE = ("workers", "log_every", "strict", "layout", "safe_forms")
-# Flags that count beside --evaluate: memory, and how sentences are translated and scored.
-EVALUATED_WITH = ("batch_tokens", "beam", "length_penalty", "bleu_tokenizer")
+# Flags that may be given with --evaluate; all others are the run's. Of memory, and of how sentences
+# are translated and scored.
+EVALUATE_FLAGS = ("batch_tokens", "beam", "length_penalty", "bleu_tokenizer")
 # The vector memory of a TPU core that one fusion may use: v6e's default, set on other TPUs, too,
 # whose default is less (docs/tpu/findings.md).
 VMEM_KIB = 32_768
@@ -547,7 +548,7 @@ def headline(
 def main(config: Config) -> dict[str, float]:
     """Trains, averages the last checkpoints, evaluates, exports, or evaluates a finished run;
     returns bleu, loss and ppl, and test_bleu, …."""
-    config = validate(settings_of_run(config, EVALUATED_WITH, MAY_CHANGE))
+    config = validate(resolve_config(config, EVALUATE_FLAGS))
     mesh = device.setup(
         config.seed,
         config.precision,
