@@ -528,6 +528,25 @@ def task_metrics(task: sentences.Task, logits: Tensor, labels: Tensor) -> dict[s
     return metrics
 
 
+def export(folder: str, state: State, data: Data, config: Config, mesh: Mesh) -> None:
+    """Writes what transformers' `pipeline("text-classification", model=folder)` loads; and
+    COLUMNS, which says what the examples of the training were, and where they were cut."""
+    # All hosts call it; the main one gets the weights.
+    weights = checkpoint.to_host(
+        state.model.state_dict(), layers=mesh.layers, is_needed=mesh.main_process
+    )
+    if not mesh.main_process:
+        return
+
+    examples = {**data.task.columns, "max_length": config.lengths[-1]}
+
+    def save(local: str) -> None:
+        encoder_files.save(local, state.model, weights, data.tokenizer)
+        Path(local, COLUMNS).write_text(json.dumps(examples, indent=1) + "\n")
+
+    files.write_folder(folder, save)
+
+
 def open_evaluation(config: Config, run: FinishedRun) -> Data:
     """Opens the model of a run's export, and encodes the examples of --split.
 
@@ -568,22 +587,6 @@ def evaluate_run(config: Config, mesh: Mesh) -> dict[str, float]:
     eval_fn = device.compiled(eval_step, mesh, max_graphs=len(config.lengths))
     metrics = evaluate(eval_fn, state, data, config, mesh)
     return run.record(config, mesh, examples, metrics)
-
-
-def export(folder: str, state: State, data: Data, config: Config, mesh: Mesh) -> None:
-    """Writes what transformers' `pipeline("text-classification", model=folder)` loads; and
-    COLUMNS, which says what the examples of the training were, and where they were cut."""
-    weights = checkpoint.to_host(state.model.state_dict(), mesh.layers, mesh.main_process)
-    if not mesh.main_process:
-        return
-
-    examples = {**data.task.columns, "max_length": config.lengths[-1]}
-
-    def save(local: str) -> None:
-        encoder_files.save(local, state.model, weights, data.tokenizer)
-        Path(local, COLUMNS).write_text(json.dumps(examples, indent=1) + "\n")
-
-    files.write_folder(folder, save)
 
 
 def headline(config: Config, data: Data, plan: batching.Plan, total_steps: int) -> str:
