@@ -23,10 +23,10 @@ if __name__ == "__main__" and not __package__:  # by its path: the imports below
 import json
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -242,21 +242,54 @@ def build(config: Config, data: Data, mesh: Mesh) -> State:
         room=config.exchange_room,
     )
 
-    cross_layers, cross_rank = config.cross
-    model = DLRM(
-        num_dense=data.train.num_dense,
-        num_tables=len(tables),
-        dim=config.dim,
-        bottom=config.bottom,
-        top=config.top,
-        interaction=config.interaction,
-        cross_layers=cross_layers,
-        cross_rank=cross_rank,
-    )
+    model = make_network(describe(config, data.train))
     model = device.to_device(model, mesh)
     optimizer = network_optimizer(config, model)
     device.init_optimizer_state(optimizer, mesh)
     return State(model, embeddings, optimizer)
+
+
+@dataclass(frozen=True)
+class Description:
+    """What network and tables a model has; an export's metadata."""
+
+    dim: int
+    bottom: tuple[int, ...]
+    top: tuple[int, ...]
+    interaction: str
+    cross: tuple[int, int]
+    features: tuple[str, ...]  # the names of the tables
+    rows: tuple[int, ...]  # of each table
+    num_dense: int
+
+
+def describe(config: Config, clicks: criteo.ClickLog) -> Description:
+    """Returns the description of a model for these clicks."""
+    return Description(
+        dim=config.dim,
+        bottom=config.bottom,
+        top=config.top,
+        interaction=config.interaction,
+        cross=config.cross,
+        features=tuple(clicks.features),
+        rows=tuple(clicks.table_rows),
+        num_dense=clicks.num_dense,
+    )
+
+
+def make_network(description: Description) -> DLRM:
+    """Makes the network, without the tables, on the host."""
+    cross_layers, cross_rank = description.cross
+    return DLRM(
+        num_dense=description.num_dense,
+        num_tables=len(description.features),
+        dim=description.dim,
+        bottom=description.bottom,
+        top=description.top,
+        interaction=description.interaction,
+        cross_layers=cross_layers,
+        cross_rank=cross_rank,
+    )
 
 
 def network_optimizer(config: Config, model: nn.Module) -> torch.optim.Optimizer:
@@ -387,11 +420,8 @@ def export(
         return
 
     metadata = {}
-    for name in ("dim", "bottom", "top", "interaction", "cross"):
-        metadata[name] = json.dumps(getattr(config, name))
-    metadata["features"] = json.dumps(data.train.features)
-    metadata["rows"] = json.dumps(data.train.table_rows)
-    metadata["num_dense"] = json.dumps(data.train.num_dense)
+    for name, value in asdict(describe(config, data.train)).items():
+        metadata[name] = json.dumps(value)
     network = checkpoint.to_host(state.model.state_dict())
     files.save_weights(f"{folder}/model.safetensors", network, metadata)
 
@@ -408,14 +438,17 @@ class Export(NamedTuple):
 
     folder: str
     weights: dict[str, Tensor]  # of the network
-    about: dict[str, Any]  # dim, bottom, top, interaction, cross; features, rows, num_dense
+    description: Description
 
 
 def read_export(folder: str) -> Export:
     """Reads an export in a local folder; raises InputError where it is not whole."""
     weights, metadata = files.load_with_metadata(f"{folder}/model.safetensors")
-    about = {name: json.loads(value) for name, value in metadata.items()}
-    return Export(folder, weights, about)
+    values = {}
+    for field in fields(Description):
+        value = json.loads(metadata[field.name])
+        values[field.name] = tuple(value) if isinstance(value, list) else value
+    return Export(folder, weights, Description(**values))
 
 
 def restore(
@@ -431,22 +464,14 @@ def restore(
         tables: of the export's features, in their order.
         model_devices, exchange_room: see Config.
     """
-    about = export.about
-    model = DLRM(
-        about["num_dense"],
-        len(tables),
-        about["dim"],
-        about["bottom"],
-        about["top"],
-        about["interaction"],
-        *about["cross"],
-    )
+    model = make_network(export.description)
     model.load_state_dict(export.weights)
     model = device.to_device(model, mesh).eval()
 
+    dim = export.description.dim
     embeddings = embedding.ShardedEmbeddingBags(
         tables,
-        about["dim"],
+        dim,
         mesh,
         embedding.SGD(),  # it has no state, and nothing is trained
         lr=0.0,
@@ -457,7 +482,7 @@ def restore(
     # Each table is one piece, as if a checkpoint had it.
     shapes = {pieces.STEP: ()}
     for table in tables:
-        shapes[pieces.whole_weight(table.name)] = (table.rows, about["dim"])
+        shapes[pieces.whole_weight(table.name)] = (table.rows, dim)
     embeddings.load_pieces(shapes, partial(_read_exported, export.folder))
     return State(model, embeddings, optimizer=None)
 
@@ -502,23 +527,23 @@ def open_evaluation(config: Config, export: Export) -> criteo.ClickLog:
 
 def check_ids_of(log: criteo.ClickLog, export: Export, config: Config) -> None:
     """Raises InputError where the ids of clicks mean other values than those of an export."""
-    about = export.about
-    if list(log.features) != about["features"]:
+    trained = export.description
+    if tuple(log.features) != trained.features:
         raise InputError(
             f"{config.data} has the features {', '.join(log.features)}; "
-            f"{config.evaluate} was trained with {', '.join(about['features'])}"
+            f"{config.evaluate} was trained with {', '.join(trained.features)}"
         )
-    for name, rows, trained_rows in zip(log.features, log.table_rows, about["rows"], strict=True):
+    for name, rows, trained_rows in zip(log.features, log.table_rows, trained.rows, strict=True):
         if rows != trained_rows:
             raise InputError(
                 f"{config.data} has {rows:,} ids for {name}; {config.evaluate} was trained with "
                 f"{trained_rows:,}, so that they mean other values; "
                 "give clicks of the same preparation"
             )
-    if log.num_dense != about["num_dense"]:
+    if log.num_dense != trained.num_dense:
         raise InputError(
             f"{config.data} has {log.num_dense} dense features; "
-            f"{config.evaluate} was trained with {about['num_dense']}"
+            f"{config.evaluate} was trained with {trained.num_dense}"
         )
     if log.columns_folder is not None:
         check_maps(log.columns_folder, export, config)

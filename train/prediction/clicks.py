@@ -51,8 +51,8 @@ class Clicks:
             )
         self.columns = clicks.Columns.load(own)
         self._export = dlrm.read_export(folder)
-        features = self._export.about["features"]
-        if tuple(features) != self.columns.features:
+        features = self._export.description.features
+        if features != self.columns.features:
             raise InputError(
                 f"{folder}/model.safetensors has the features {', '.join(features)}, and {own} "
                 f"{', '.join(self.columns.features)}; give an export as a run has written it"
@@ -119,9 +119,9 @@ class Clicks:
 
     def _tables(self) -> list[embedding.Table]:
         """Returns the tables of the export."""
-        about = self._export.about
+        description = self._export.description
+        features = zip(description.features, description.rows, self.columns.lookups, strict=True)
         tables = []
-        features = zip(about["features"], about["rows"], self.columns.lookups, strict=True)
         for name, rows, lookups in features:
             tables.append(embedding.Table(name, rows, lookups))
         return tables
