@@ -323,8 +323,8 @@ def convert_head_unit(
 ) -> dict[str, Tensor]:
     """Returns the tensors of an exported regression with a head that predicts in this run's unit.
 
-    The exported head predicts a z, and the label is mean + deviation z, by the numbers of its own
-    training. The head that is returned predicts z of scale.mean + scale.deviation z.
+    An output z of the exported head means the label mean + deviation z, by the numbers of its own
+    training; of the head that is returned it means scale.mean + scale.deviation z.
     """
     mean = float(metadata["label_mean"])
     deviation = float(metadata["label_std"])
