@@ -408,13 +408,14 @@ def with_teacher(config: Config, mesh: Mesh) -> Config:
     Returns:
         The config, with the export of that run as its teacher.
     """
+    config_of_both = replace(config, checkpoint="")  # which is the student's alone
     identity = {}  # all that the teacher's numbers depend on
-    for field in fields(config):
+    for field in fields(config_of_both):
         if field.name not in (*MAY_CHANGE, *FIELDS):
-            identity[field.name] = getattr(config, field.name)
+            identity[field.name] = getattr(config_of_both, field.name)
     fingerprint = zlib.crc32(repr(identity).encode())
     name = f"teacher-{fingerprint:08x}"
-    main(replace(config, model=encoders.by_name(config.model).teacher, name=name))
+    main(replace(config_of_both, model=encoders.by_name(config.model).teacher, name=name))
 
     device.wait_for_hosts(mesh)  # the main process has now written the export
     device.graph_report(reset=True)  # the student's report does not count the teacher's graphs
