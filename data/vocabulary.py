@@ -38,7 +38,6 @@ from errors import InputError
 __all__ = ["KINDS", "continues_word", "learn"]
 
 KINDS = ("bert", "distilbert", "roberta", "xlnet")
-VARYING = ("xlnet",)  # the same lines may give another vocabulary in the next run, see `learn`
 PARALLELISM = "TOKENIZERS_PARALLELISM"  # the variable that tokenizers reads
 # Tokens of a text: positions of the published models, and what XLNet was pretrained with.
 LONGEST = 512

@@ -18,6 +18,7 @@ if __name__ == "__main__" and not __package__:  # by its path: the imports below
 
 import json
 import math
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -293,12 +294,12 @@ def _open_encoder(config: Config, train_texts: sentences.Examples) -> OpenedEnco
     lines = [*train_texts.first, *(train_texts.second or [])]
     kind = encoders.by_name(config.model).tokenizer
     longest = config.lengths[-1]
+    # Repeatable, since other hosts and a resumed run learn it, too.
     if config.checkpoint == NEW:
-        # Repeatable, since other hosts and a resumed run learn it, too.
         tokenizer = vocabulary.learn(lines, kind, NEW_WORDS, repeatable=True)
         settings = encoders.new_configuration(config.model, NEW_SIZE, tokenizer, longest)
     else:
-        tokenizer = vocabulary.learn(lines, kind, SYNTHETIC_WORDS)
+        tokenizer = vocabulary.learn(lines, kind, SYNTHETIC_WORDS, repeatable=True)
         settings = encoders.new_configuration(config.model, SYNTHETIC_SIZE, tokenizer, longest)
         settings.initializer_range = SYNTHETIC_INIT
     return OpenedEncoder(settings, tokenizer, source=None)
@@ -341,6 +342,13 @@ def _open_classifier(
     if config.lr == 0 and classifier.head.refusal_at_lr_0:
         raise InputError(classifier.head.refusal_at_lr_0)
     return classifier
+
+
+def check_words(tokenizer: PreTrainedTokenizerBase, mesh: Mesh) -> None:
+    """Raises InputError where hosts of a pod have learnt different words."""
+    words = repr(sorted(tokenizer.get_vocab().items()))
+    checksum = zlib.crc32(words.encode())
+    device.same_on_all_hosts(mesh, "the words that each has learnt (their CRC-32)", checksum)
 
 
 def batch_plan(
@@ -618,14 +626,9 @@ def main(config: Config) -> dict[str, float]:
         return evaluate_run(config, mesh)
 
     # ---- the data --------------------------------------------------------------------------------
-    varies = encoders.by_name(config.model).tokenizer in vocabulary.VARYING
-    if mesh.process_count > 1 and varies and not config.checkpoint:
-        # Each host would learn another vocabulary.
-        raise InputError(
-            f"the trial of --model {config.model} is for one host, not {mesh.process_count}; "
-            "give --checkpoint"
-        )
     data = open_data(config)
+    if learns_words(config):
+        check_words(data.tokenizer, mesh)
     plan = batch_plan(config, data.train, mesh, train=True)
     steps_per_epoch = loading.steps_per_epoch(
         data.train, plan, mesh, micro_batches=config.update_every
