@@ -337,10 +337,10 @@ def train_step(
 def eval_step(state: State, batch: dict[str, Tensor], config: Config, mesh: Mesh) -> Tensor:
     """Returns (logit, label, mask) of each example of the whole batch, [B, 3], replicated: every
     host can read all of them."""
-    # Autocast changes no operation of a look-up. In train_step the look-ups are outside of it.
-    with torch.no_grad(), mesh.autocast():
+    with torch.no_grad():
         embedded = state.embeddings(batch["ids"], batch.get("present"))
-        logits = state.model(batch["dense"], embedded)
+        with mesh.autocast():
+            logits = state.model(batch["dense"], embedded)
     scores = torch.stack([logits, batch["label"], batch["mask"]], 1)
     device.replicate(scores, mesh)
     return scores
