@@ -113,13 +113,13 @@ def ours(folder: str, data: str, options: Options, kind: str) -> Side:
     )
     mesh = device.setup(0, "float32", kind=kind)
     part = pictures if options.kind == "pictures" else sentences
-    model = part.opened(folder, config)
+    model = part.open_model(folder, config)
 
     def run() -> Iterator[dict]:
         device.choose_backend(kind)  # the sides take turns in this process
         if options.kind == "sentences":
             model.rows = text_rows.lines(data)
-        return in_order(model.pieces(mesh), model.answers, skip_broken=False)
+        return in_order(model.pieces(mesh), model.to_answers, skip_broken=False)
 
     return run
 

@@ -975,7 +975,7 @@ class EncodedClicks:
         self.table_rows = columns.table_rows
         self.lookups = columns.lookups
         self.num_dense = columns.num_dense
-        self.columns = None
+        self.columns_folder = None
         self.source = f"all rows of {path.name}"
         self.left_out: Sequence[str] = ()
 

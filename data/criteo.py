@@ -96,7 +96,7 @@ class ClickLog:
     lookups: tuple[int, ...]
     features: tuple[str, ...]
     num_dense: int
-    columns: Path | None  # folder with the maps of own clicks, see data/clicks.py
+    columns_folder: Path | None  # folder with the maps of own clicks, see data/clicks.py
     source: str  # and left_out: see data/splits.py
     left_out: Sequence[str]
 
@@ -109,7 +109,7 @@ class ClickLog:
         self._modulo: np.ndarray | None = None  # uint32 [features]; None: ids are rows of tables
         self._multi_hot = False
         self._prepared_lookups: tuple[int, ...] | None = None  # None: one per column
-        self.columns = None
+        self.columns_folder = None
         if (self.folder / "prepared.json").exists():
             self._open_prepared(rows)
         else:
@@ -141,7 +141,7 @@ class ClickLog:
         self._prepared_lookups = tuple(report["lookups"])
         self._read_shapes()
         self.features = tuple(report["features"])
-        self.columns = self.folder / "columns"
+        self.columns_folder = self.folder / "columns"
         self._check_columns()
 
     def _check_columns(self) -> None:
@@ -152,12 +152,12 @@ class ClickLog:
                 f"{self.folder} has {width} columns of ids, and its prepared.json tells of others; "
                 "delete the folder and prepare it again"
             )
-        vocabularies = list(self.columns.glob("vocabulary_*.parquet"))
-        is_described = (self.columns / "columns.json").exists()
+        vocabularies = list(self.columns_folder.glob("vocabulary_*.parquet"))
+        is_described = (self.columns_folder / "columns.json").exists()
         if not is_described or len(vocabularies) != len(self.features):
             raise InputError(
-                f"{self.columns} is not whole: expected columns.json and a vocabulary of each of "
-                f"{len(self.features)} features; copy the whole folder, or prepare it again"
+                f"{self.columns_folder} is not whole: expected columns.json and a vocabulary of "
+                f"each of {len(self.features)} features; copy the whole folder, or prepare it again"
             )
 
     def _open_torchrec(self, rows: int | Sequence[int] | None) -> None:

@@ -93,7 +93,7 @@ class MovieLens:
     `max_bad_share`, or the two files of an official split share a rating.
     """
 
-    columns = None  # no maps, see data/criteo.py
+    columns_folder = None  # no maps, see data/criteo.py
     older_source = ""  # what versions read that knew no official split, where they read another one
 
     def __init__(self, folder: str | Path, split: Split, max_bad_share: float = 0.0001):

@@ -38,7 +38,6 @@ from errors import InputError
 __all__ = ["KINDS", "continues_word", "learn"]
 
 KINDS = ("bert", "distilbert", "roberta", "xlnet")
-VARYING = ("xlnet",)  # the same lines may give another vocabulary in the next run, see `learn`
 PARALLELISM = "TOKENIZERS_PARALLELISM"  # the variable that tokenizers reads
 # Tokens of a text: positions of the published models, and what XLNet was pretrained with.
 LONGEST = 512
@@ -52,6 +51,7 @@ LONG_WORD = re.compile(rf"\w{{{LONGEST_WORD + 1},}}|[^\w\s]{{{LONGEST_WORD + 1},
 IDEOGRAPHS = r"\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0002fa1f"
 LONG_WORD_BERT = re.compile(LONG_WORD.pattern.replace(r"\w{", rf"[^\W{IDEOGRAPHS}]{{"))
 LONGEST_WORDPIECES = 100  # characters of a word that WordPiece divides; a longer one is [UNK]
+UNIGRAM_STEP = 1e-4  # of scores: Unigram's trainer counts characters without a piece up by it
 
 BERT_SPECIALS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 ROBERTA_SPECIALS = ("<s>", "<pad>", "</s>", "<unk>")  # and <mask>, after all others
@@ -292,10 +292,9 @@ def _learn_unigrams(batches: Iterator[list[str]], size: int) -> list[tuple[str, 
         ) from error
 
     learnt = json.loads(tokenizer.to_str())["model"]["vocab"]
-    pieces = []
-    for piece, score in learnt:
-        if piece not in XLNET_SPECIALS:
-            pieces.append((piece, round(score, 4)))
+    score_of = {piece: score for piece, score in learnt if piece not in XLNET_SPECIALS}
+    score_of |= _scores_of_single_characters(score_of)
+    pieces = [(piece, round(score, 4)) for piece, score in score_of.items()]
     pieces.sort(key=lambda piece_and_score: (-piece_and_score[1], piece_and_score[0]))
 
     # Text that spells a special token is never encoded as it, as long as the text's characters are
@@ -303,3 +302,23 @@ def _learn_unigrams(batches: Iterator[list[str]], size: int) -> list[tuple[str, 
     worst_score = pieces[-1][1] * 100
     specials = [(special, worst_score) for special in XLNET_SPECIALS]
     return specials + pieces
+
+
+def _scores_of_single_characters(score_of: dict[str, float]) -> dict[str, float]:
+    """Returns scores of the characters that are needed but were not learnt as pieces.
+
+    The trainer gives them the lowest score of all, and UNIGRAM_STEP more from one to the next, in
+    the order of a hash map, which is another one in each call. Here they have the same scores in
+    the order of the characters.
+    """
+    characters = [piece for piece in score_of if len(piece) == 1]
+    characters.sort(key=score_of.get)
+    counted_up = characters[:1]
+    for character in characters[1:]:
+        step = score_of[character] - score_of[counted_up[-1]]
+        if step > 1.5 * UNIGRAM_STEP:
+            break
+        counted_up.append(character)
+
+    scores = [score_of[character] for character in counted_up]
+    return dict(zip(sorted(counted_up), scores, strict=True))

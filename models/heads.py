@@ -46,6 +46,12 @@ class HeadDecision:
         return self.why_new != ""
 
     @property
+    def is_assumed(self) -> bool:
+        """Whether the rows are kept in an order that nobody has stated: the checkpoint does not
+        name its classes."""
+        return self.refusal_at_lr_0 != "" and not self.is_new
+
+    @property
     def message(self) -> str:
         """A line for the user; "" where there is nothing to say."""
         if self.is_new:

@@ -83,7 +83,7 @@ def test_columns_have_the_sizes_of_the_click_log(prepared):
     assert columns.lookups == log.lookups
     assert columns.num_dense == log.num_dense == 2
     assert columns.names.inputs == ("price", "views", "user", "item", "tags")
-    assert log.columns == prepared / "columns"
+    assert log.columns_folder == prepared / "columns"
 
 
 def test_strange_values_are_counted(prepared):

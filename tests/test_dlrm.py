@@ -327,7 +327,7 @@ def test_ten_steps_give_torchrecs_losses(mesh, tmp_path, monkeypatch, interactio
     storage = embedding.TableStorage(tables)
     with checkpoint.Checkpointer(str(tmp_path), tables=storage) as checkpoints:
         checkpoints.save(1, state.model, state.optimizer)
-    dlrm.export(f"{tmp_path}/export", state, data, config, checkpoints.folder(1))
+    dlrm.export(f"{tmp_path}/export", state, data, config, mesh, checkpoints.folder(1))
     theirs = dlrm_torchrec.build(config, dataset)
     theirs.load_state_dict(exported(tmp_path))
     their_optimizers = dlrm_torchrec.optimizers(theirs, config)

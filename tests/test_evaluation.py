@@ -15,7 +15,7 @@ from data import splits
 from errors import InputError
 from train import glue, resnet50
 from train.common import cli, device
-from train.common.evaluation import FinishedRun, settings_of_run
+from train.common.evaluation import FinishedRun, resolve_config
 
 every_script = pytest.mark.parametrize("name", TRIALS)
 # A test with the name of a script runs in the process that has trained the trial of that script.
@@ -116,7 +116,7 @@ def finished(tmp_path) -> Path:
 
 
 def test_the_settings_are_those_of_the_run(finished):
-    config = settings_of_run(glue.Config(evaluate=f"{finished}/", workers=0, split="test"))
+    config = resolve_config(glue.Config(evaluate=f"{finished}/", workers=0, split="test"))
 
     assert config.evaluate == str(finished)
     assert config.split == "test"
@@ -130,11 +130,11 @@ def test_the_settings_are_those_of_the_run(finished):
 def test_a_flag_of_the_layout_counts(finished):
     given = glue.Config(evaluate=str(finished))
     given = replace(given, layout=replace(given.layout, mesh="data=4"))
-    assert settings_of_run(given).layout.mesh == "data=4"
+    assert resolve_config(given).layout.mesh == "data=4"
 
 
 def test_without_a_run_nothing_changes():
-    assert settings_of_run(glue.TINY) is glue.TINY
+    assert resolve_config(glue.TINY) is glue.TINY
 
 
 def test_data_is_the_runs_own_by_any_of_its_names(finished, tmp_path, monkeypatch):
@@ -152,7 +152,7 @@ def test_data_is_the_runs_own_by_any_of_its_names(finished, tmp_path, monkeypatc
 
 def test_evaluations_of_other_data_have_files_of_their_own(finished, mesh):
     run = FinishedRun(str(finished))
-    config = settings_of_run(glue.Config(evaluate=str(finished)))
+    config = resolve_config(glue.Config(evaluate=str(finished)))
     for data in ("a/new.csv", "b/new.csv", "a/new.csv"):
         run.record(replace(config, data=data), mesh, 3, {"loss": float("nan")})
 
@@ -165,7 +165,7 @@ def test_evaluations_of_other_data_have_files_of_their_own(finished, mesh):
 @pytest.mark.parametrize("other", ["a flag", "a metric", "a device"])
 def test_no_evaluation_takes_the_place_of_another(other, finished, mesh):
     run = FinishedRun(str(finished))
-    config = replace(settings_of_run(glue.Config(evaluate=str(finished))), data="new.csv")
+    config = replace(resolve_config(glue.Config(evaluate=str(finished))), data="new.csv")
     run.record(config, mesh, 3, {"loss": 1.0})
     first = (finished / "evaluations/new.csv-usual.json").read_bytes()
 

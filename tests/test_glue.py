@@ -86,6 +86,22 @@ def test_what_is_given_stays_beside_the_models_recipe():
     assert found.weight_decay == 0.1  # RoBERTa's
 
 
+@pytest.mark.parametrize("checkpoint", ["", "new"])
+def test_new_words_are_learnt_repeatably(monkeypatch, checkpoint):
+    """A resumed run, and each host of a pod, learns them again."""
+    learn = vocabulary.learn
+    asked = []
+
+    def watched(*args, repeatable=False):
+        asked.append(repeatable)
+        return learn(*args, repeatable=repeatable)
+
+    monkeypatch.setattr(vocabulary, "learn", watched)
+    glue.open_data(glue.validate(replace(glue.TINY, checkpoint=checkpoint)))
+
+    assert asked == [True]
+
+
 def gradient_norms(path: Path) -> list[float]:
     """Returns the norm of the gradients at each step that a run logged."""
     return [line["gradient_norm"] for line in records(path) if "lr" in line]

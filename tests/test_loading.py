@@ -282,8 +282,10 @@ def test_each_micro_batch_has_the_counts_of_its_batch(mesh, workers):
         index = micro_batch["index"]
         return {"total": 2 * index + 1, "rows": torch.ones(len(index))}
 
-    expected = train_batches("examples", mesh, start=1, split=2, workers=workers)
-    counted = train_batches("examples", mesh, start=1, split=2, workers=workers, count_rows=count)
+    expected = train_batches("examples", mesh, start=1, micro_batches=2, workers=workers)
+    counted = train_batches(
+        "examples", mesh, start=1, micro_batches=2, workers=workers, counts_per_row=count
+    )
 
     assert len(expected) == 18
     for number, micro_batch in enumerate(expected):
@@ -303,7 +305,7 @@ def test_micro_batches_after_the_first_batch_are_read_singly(mesh, monkeypatch):
         return {"rows": torch.ones(len(micro_batch["index"]))}
 
     read = []  # micro-batches, when each of the twelve is ready
-    options = {"train": True, "split": 4, "stop": 3, "count_rows": count}
+    options = {"train": True, "micro_batches": 4, "stop": 3, "counts_per_row": count}
     with parallel_loader(dataset, 16, mesh, **options) as loader:
         for _ in range(12):
             loader._uploads[0].result()
@@ -687,9 +689,9 @@ def test_a_worker_survives_sigterm_but_ends_with_the_run():
 @pytest.mark.parametrize("workers", [0, 2])
 def test_an_update_has_its_micro_batches_in_order(mesh, workers):
     expected = []
-    for micro_batch in train_batches("examples", mesh, start=2, stop=5, split=2):
+    for micro_batch in train_batches("examples", mesh, start=2, stop=5, micro_batches=2):
         expected.append(micro_batch["index"].tolist())
-    options = {"start": 2, "stop": 5, "split": 2, "update_every": 2, "workers": workers}
+    options = {"start": 2, "stop": 5, "micro_batches": 2, "update_every": 2, "workers": workers}
     dataset = KINDS["examples"].dataset
 
     first_numbers = []
@@ -714,7 +716,7 @@ def test_data_that_end_within_an_update_are_an_error(mesh):
 
 
 def test_an_update_that_is_not_taken_whole_is_an_error(mesh):
-    options = {"train": True, "stop": 4, "split": 2, "update_every": 2}
+    options = {"train": True, "stop": 4, "micro_batches": 2, "update_every": 2}
     message = "1 micro-batches of the update before this one were not taken"
     with parallel_loader(Numbers(64), 8, mesh, **options) as loader:
         next(next(loader))

@@ -222,7 +222,7 @@ def test_a_regressions_head_goes_to_the_units_of_other_data():
     metadata = {"label_mean": "5.0", "label_std": "2.0"}
     scale = Scale(mean=-3.0, deviation=0.5)
 
-    ours.load_state_dict(resnet50.in_units(theirs.state_dict(), metadata, scale))
+    ours.load_state_dict(resnet50.convert_head_unit(theirs.state_dict(), metadata, scale))
 
     images = torch.randn(4, 3, 32, 32)
     with torch.no_grad():

@@ -688,7 +688,9 @@ def test_a_head_for_classes_is_no_head_for_labels(run):
     data = glue.validate(
         replace(OWN, data="x.csv", checkpoint=str(path / "export"), objective="multilabel")
     )
-    settings, _, source = glue._open_encoder(data, None)
-    found = classification.classifier(settings, ("1", "3", "5"), source, (), "multilabel")
+    encoder = glue._open_encoder(data, None)
+    found = classification.classifier(
+        encoder.settings, ("1", "3", "5"), encoder.source, (), "multilabel"
+    )
     assert "a head for single_label_classification" in found.head.why_new
     assert tuple(classification.PROBLEM_TYPES) == targets.OBJECTIVES

@@ -553,6 +553,21 @@ def test_a_teacher_may_have_more_positions_than_rows_have_tokens(teacher):
     assert torch.equal(ours, theirs[:32])
 
 
+def test_a_students_checkpoint_is_not_its_teachers(mesh, monkeypatch):
+    started = []
+    monkeypatch.setattr(pretrain, "main", started.append)
+    new_student = replace(pretrain.TINY, model="distilbert")
+    student = replace(new_student, checkpoint="runs/distilbert-synthetic/export")
+
+    first = pretrain.with_teacher(new_student, mesh)
+    second = pretrain.with_teacher(student, mesh)
+
+    assert [config.checkpoint for config in started] == ["", ""]
+    assert [config.model for config in started] == ["bert", "bert"]
+    assert second.teacher == first.teacher, "the same run is found again"
+    assert second.checkpoint == student.checkpoint
+
+
 def test_a_trials_teacher_depends_on_what_changes_its_numbers(mesh, monkeypatch):
     monkeypatch.setattr(pretrain, "main", lambda config: {})
     config = replace(pretrain.TINY, model="distilbert")

@@ -144,7 +144,12 @@ CONTRACT = [
     "build",
     "train_step",
     "eval_step",
+    "check_evaluation",
     "evaluate",
+    "export",
+    "open_evaluation",
+    "evaluate_run",
+    "headline",
     "main",
 ]
 
@@ -155,6 +160,14 @@ ARGUMENTS_OF = {
     "main": ["config"],
     "train_step": ["state", "batch", "config", "mesh"],
     "eval_step": ["state", "batch", "config", "mesh"],
+    "check_evaluation": ["data", "config", "mesh"],
+    "evaluate_run": ["config", "mesh"],
+}
+# Of these the first arguments are the same; a script may have more.
+FIRST_ARGUMENTS_OF = {
+    "export": ["folder", "state", "data", "config", "mesh"],
+    "open_evaluation": ["config"],
+    "headline": ["config", "data"],
 }
 
 
@@ -180,6 +193,20 @@ def test_functions_of_a_script_take_the_same_arguments(script):
     for name, expected in ARGUMENTS_OF.items():
         arguments = [argument.arg for argument in defined[name].args.args]
         assert arguments == expected, name
+    for name, expected in FIRST_ARGUMENTS_OF.items():
+        arguments = [argument.arg for argument in defined[name].args.args]
+        assert arguments[: len(expected)] == expected, name
+
+
+BLOCKS_OF_MAIN = ["the data", "the run's folder", "the model and its steps", "the loop", "the end"]
+
+
+@every_script
+def test_main_of_a_script_has_the_same_blocks(script):
+    main = definitions(script)["main"]
+    lines = script.read_text().splitlines()[main.lineno - 1 : main.end_lineno]
+    found = re.findall(r"^ +# ---- (.+?) -+$", "\n".join(lines), re.MULTILINE)
+    assert found == BLOCKS_OF_MAIN
 
 
 @every_script

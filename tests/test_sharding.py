@@ -173,9 +173,9 @@ def take_updates(mesh, layout: Layout, script=pretrain, **changes) -> Updates:
         seed=0,
         start=0,
         stop=STEPS,
-        split=update_every,
+        micro_batches=update_every,
         update_every=update_every,
-        count_rows=objectives.counts if update_every > 1 else None,
+        counts_per_row=objectives.counts if update_every > 1 else None,
         workers=0,
     ) as loader:
         for batch in loader:

@@ -60,7 +60,9 @@ def test_a_micro_batch_of_text(mesh):
     config = pretrain.validate(replace(pretrain.TINY, update_every=2))
     expected = steps.text_batch(config, mesh, pretrain.SYNTHETIC_LENGTH)
     text = pretrain.open_data(config).train
-    check(text, config.batch_size, mesh, expected, split=2, count_rows=objectives.counts)
+    check(
+        text, config.batch_size, mesh, expected, micro_batches=2, counts_per_row=objectives.counts
+    )
 
 
 @pytest.mark.parametrize("pack", [False, True])

@@ -274,6 +274,17 @@ def test_a_tokenizer_without_marks_of_words_is_explained():
         continues_word(plain)
 
 
+def test_characters_without_a_piece_have_the_same_ids_again():
+    """Unigram's trainer gives them scores in the order of a hash map, another one in each call."""
+    first = learn(text(), "xlnet", 400, repeatable=True)
+    second = learn(text(), "xlnet", 400, repeatable=True)
+
+    assert second.get_vocab() == first.get_vocab()
+    spelled = ids_without_specials(first, "gtkw")
+    assert len(spelled) >= 4, "the text has no such piece: they are single characters"
+    assert ids_without_specials(second, "gtkw") == spelled
+
+
 def test_a_repeatable_vocabulary_is_learnt_on_one_core(monkeypatch):
     """The order of the Unigram trainer's sums is then the same in each run."""
     learnt_with = []

@@ -25,10 +25,10 @@ if __name__ == "__main__" and not __package__:  # by its path: the imports below
 import json
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -42,7 +42,7 @@ from errors import InputError
 from models.dlrm import DLRM
 from train.common import checkpoint, cli, device, embedding, files, loading, many_steps
 from train.common.embedding import pieces
-from train.common.evaluation import FinishedRun, settings_of_run
+from train.common.evaluation import FinishedRun, resolve_config
 from train.common.mesh import Mesh
 from train.common.run import Run
 
@@ -51,15 +51,15 @@ from train.common.run import Run
 class Config:
     data: str = ""  # folder or URL of `make data`, torchrec or MovieLens; or "synthetic"
     evaluate: str = ""  # a finished run's folder: nothing is trained, its export is evaluated
-    split: str = ""  # of --data, with --evaluate: train or valid; "": the usual one
+    split: str = ""  # of --data, with --evaluate: train or valid; "": as in training
     hash_rows: int = 0  # rows per table where ids are hashes (torchrec's one-hot); 0: 40,000,000
     bottom: tuple[int, ...] = (512, 256, 64, 16)  # MLP over dense features; last: embedding size
     top: tuple[int, ...] = (512, 256, 1)  # MLP over the interactions; its output is the logit
     interaction: Literal["dot", "dcn"] = "dot"  # products of all pairs, or DCN-v2's cross network
     cross: tuple[int, int] = (3, 512)  # layers and rank of the cross network
-    plan: Literal["auto", "exchange", "data"] = "auto"  # sharded (exchange), copied (data), by size
+    plan: Literal["auto", "exchange", "data"] = "auto"  # by a table's size, or sharded, or copied
     model_devices: int = 0  # devices that share one copy of the tables; 0: all
-    exchange_room: tuple[float, float] = (1.0, 1.0)  # capacity factors of ids sent and rows updated
+    exchange_room: tuple[float, float] = (1.0, 1.0)  # exchange: room for ids and for updated rows
     epochs: int = 1  # passes over the training data; click logs overfit in the second
     batch_size: int = 128  # examples per step, over all devices
     optimizer: Literal["sgd", "rowwise_adagrad", "adagrad", "lazy_adam"] = "sgd"  # of the tables
@@ -121,12 +121,15 @@ SYNTHETIC_LOOKUPS = (1, 1, 1, 3, 1, 1, 1, 1)
 SYNTHETIC_TRAIN = 65_536  # examples
 SYNTHETIC_EVAL = 8_192
 
+# Fields that config.json of an old run may have, and Config has no more: dim is a property now.
+REMOVED_FIELDS = ("dim",)
 # Fields that a resumed run may change: these do not change the trained weights. Tables restore
-# under any plan. Configs of old runs recorded dim, which is a property now.
-MAY_CHANGE = ("plan", "model_devices", "exchange_room", "dim", "steps_a_call")
+# under any plan.
+MAY_CHANGE = ("plan", "model_devices", "exchange_room", "steps_a_call", *REMOVED_FIELDS)
 MAY_CHANGE += ("workers", "log_every", "save_every", "keep", "strict", "safe_forms")
-# Flags that count beside --evaluate: they change no number beyond rounding.
-EVALUATED_WITH = ("plan", "model_devices", "exchange_room")
+# Flags that may be given with --evaluate; all others are the run's. They change no number beyond
+# rounding.
+EVALUATE_FLAGS = ("plan", "model_devices", "exchange_room")
 # Examples per evaluation step, over all devices: facebookresearch/dlrm's, fewer for a small set.
 EVAL_BATCH = 16_384
 ADAGRAD_EPS = 1e-8  # of MLPerf v2's reference, and of fbgemm
@@ -137,7 +140,7 @@ TABLE_KEY = "sparse_arch.embedding_bag_collection.embedding_bags.t_{}.weight"
 class Data(NamedTuple):
     """What a run reads."""
 
-    train: criteo.ClickLog
+    train: criteo.ClickLog | None  # None: a finished run is evaluated
     eval: criteo.ClickLog
 
 
@@ -146,7 +149,7 @@ class State(NamedTuple):
 
     model: nn.Module
     embeddings: embedding.ShardedEmbeddingBags  # with an optimizer of their own
-    optimizer: torch.optim.Optimizer  # of the network
+    optimizer: torch.optim.Optimizer | None  # of the network; None: nothing is trained
 
 
 def learning_rate(config: Config, step: int) -> float:
@@ -228,42 +231,77 @@ def build(config: Config, data: Data, mesh: Mesh) -> State:
     step another graph.
     """
     tables = table_list(config, data.train)
-    table_optimizer = embedding.OPTIMIZERS[config.optimizer]
-    if config.optimizer == "adagrad":
-        table_optimizer = partial(table_optimizer, eps=ADAGRAD_EPS)
+    options = {"eps": ADAGRAD_EPS} if config.optimizer == "adagrad" else {}
+    table_optimizer = embedding.OPTIMIZERS[config.optimizer](**options)
     embeddings = embedding.ShardedEmbeddingBags(
         tables,
         config.dim,
         mesh,
-        table_optimizer(),
+        table_optimizer,
         config.lr,
         config.seed,
-        config.model_devices,
-        config.exchange_room,
+        model_devices=config.model_devices,
+        room=config.exchange_room,
     )
 
-    model = DLRM(
-        data.train.num_dense,
-        len(tables),
-        config.dim,
-        config.bottom,
-        config.top,
-        config.interaction,
-        *config.cross,
-    )
+    model = make_network(describe(config, data.train))
     model = device.to_device(model, mesh)
     optimizer = network_optimizer(config, model)
     device.init_optimizer_state(optimizer, mesh)
     return State(model, embeddings, optimizer)
 
 
+@dataclass(frozen=True)
+class Description:
+    """What network and tables a model has; an export's metadata."""
+
+    dim: int
+    bottom: tuple[int, ...]
+    top: tuple[int, ...]
+    interaction: str
+    cross: tuple[int, int]
+    features: tuple[str, ...]  # the names of the tables
+    rows: tuple[int, ...]  # of each table
+    num_dense: int
+
+
+def describe(config: Config, clicks: criteo.ClickLog) -> Description:
+    """Returns the description of a model for these clicks."""
+    return Description(
+        dim=config.dim,
+        bottom=config.bottom,
+        top=config.top,
+        interaction=config.interaction,
+        cross=config.cross,
+        features=tuple(clicks.features),
+        rows=tuple(clicks.table_rows),
+        num_dense=clicks.num_dense,
+    )
+
+
+def make_network(description: Description) -> DLRM:
+    """Makes the network, without the tables, on the host."""
+    cross_layers, cross_rank = description.cross
+    return DLRM(
+        num_dense=description.num_dense,
+        num_tables=len(description.features),
+        dim=description.dim,
+        bottom=description.bottom,
+        top=description.top,
+        interaction=description.interaction,
+        cross_layers=cross_layers,
+        cross_rank=cross_rank,
+    )
+
+
 def network_optimizer(config: Config, model: nn.Module) -> torch.optim.Optimizer:
     """Returns the optimizer of the network that belongs to the tables' --optimizer."""
-    # XLA has no foreach kernels.
+    # device.set_lr sets the rate before each step. XLA has no foreach kernels.
     if config.optimizer == "sgd":
         return torch.optim.SGD(model.parameters(), config.lr, foreach=False)
     if config.optimizer == "lazy_adam":
         return torch.optim.Adam(model.parameters(), config.lr, foreach=False)
+    # Of adagrad and of rowwise_adagrad, which only tables have.
     return torch.optim.Adagrad(model.parameters(), config.lr, eps=ADAGRAD_EPS, foreach=False)
 
 
@@ -285,9 +323,9 @@ def train_step(
     with mesh.autocast():
         logits = state.model(batch["dense"], embedded)
 
-    losses = F.binary_cross_entropy_with_logits(logits, batch["label"], reduction="none")
-    # The mean is outside: inside, torch_xla counts the labels of all devices, a collective before
+    # Not reduction="mean": for that torch_xla counts the labels of all devices, a collective before
     # the backward pass.
+    losses = F.binary_cross_entropy_with_logits(logits, batch["label"], reduction="none")
     loss = losses.mean()
     loss.backward()
 
@@ -299,11 +337,12 @@ def train_step(
 
 
 def eval_step(state: State, batch: dict[str, Tensor], config: Config, mesh: Mesh) -> Tensor:
-    """Returns (logit, label, mask) of each example, [B, 3], on all devices and so on all hosts."""
-    # Autocast changes no operation of a look-up. In train_step the look-ups are outside of it.
-    with torch.no_grad(), mesh.autocast():
+    """Returns (logit, label, mask) of each example of the whole batch, [B, 3], replicated: every
+    host can read all of them."""
+    with torch.no_grad():
         embedded = state.embeddings(batch["ids"], batch.get("present"))
-        logits = state.model(batch["dense"], embedded)
+        with mesh.autocast():
+            logits = state.model(batch["dense"], embedded)
     scores = torch.stack([logits, batch["label"], batch["mask"]], 1)
     device.replicate(scores, mesh)
     return scores
@@ -330,12 +369,12 @@ def check_evaluation(data: Data, config: Config, mesh: Mesh) -> None:
         labels = batch["label"][batch["mask"] > 0]
         seen |= set(labels.unique().tolist())
 
-    for first in range(0, len(clicks), EVAL_BATCH):
-        if len(seen) > 1:
-            return
+    first = 0
+    while len(seen) < 2 and first < len(clicks):
         rows = np.arange(first, min(first + EVAL_BATCH, len(clicks)))
         labels = clicks.batch(rows)["label"]
         seen |= set(np.unique(labels).tolist())
+        first += EVAL_BATCH
 
     if len(seen) < 2:
         raise InputError(
@@ -373,16 +412,18 @@ def evaluate(
     return criteo.click_metrics(logits[is_example], labels[is_example])
 
 
-def export(folder: str, state: State, data: Data, config: Config, checkpoint_folder: str) -> None:
+def export(
+    folder: str, state: State, data: Data, config: Config, mesh: Mesh, checkpoint_folder: str
+) -> None:
     """Writes what torchrec's DLRM loads: model.safetensors without the tables, and a file per
-    table, out of the newest checkpoint, the only place where a table is whole. Of own clicks the
-    maps from values to ids come along, in the folder clicks."""
+    table, out of the newest checkpoint, the only place where a table is whole. For a log of the
+    user's own the maps from values to ids come along, in the folder clicks."""
+    if not mesh.main_process:
+        return
+
     metadata = {}
-    for name in ("dim", "bottom", "top", "interaction", "cross"):
-        metadata[name] = json.dumps(getattr(config, name))
-    metadata["features"] = json.dumps(data.train.features)
-    metadata["rows"] = json.dumps(data.train.table_rows)
-    metadata["num_dense"] = json.dumps(data.train.num_dense)
+    for name, value in asdict(describe(config, data.train)).items():
+        metadata[name] = json.dumps(value)
     network = checkpoint.to_host(state.model.state_dict())
     files.save_weights(f"{folder}/model.safetensors", network, metadata)
 
@@ -390,8 +431,8 @@ def export(folder: str, state: State, data: Data, config: Config, checkpoint_fol
         table = embedding.read_table(checkpoint_folder, name)
         path = f"{folder}/tables/{name}.safetensors"
         files.save_weights(path, {TABLE_KEY.format(name): table}, {})
-    if data.train.columns is not None:
-        files.copy_folder(data.train.columns, f"{folder}/clicks")
+    if data.train.columns_folder is not None:
+        files.copy_folder(data.train.columns_folder, f"{folder}/clicks")
 
 
 class Export(NamedTuple):
@@ -399,14 +440,17 @@ class Export(NamedTuple):
 
     folder: str
     weights: dict[str, Tensor]  # of the network
-    about: dict[str, Any]  # dim, bottom, top, interaction, cross; features, rows, num_dense
+    description: Description
 
 
 def read_export(folder: str) -> Export:
     """Reads an export in a local folder; raises InputError where it is not whole."""
     weights, metadata = files.load_with_metadata(f"{folder}/model.safetensors")
-    about = {name: json.loads(value) for name, value in metadata.items()}
-    return Export(folder, weights, about)
+    values = {}
+    for field in fields(Description):
+        value = json.loads(metadata[field.name])
+        values[field.name] = tuple(value) if isinstance(value, list) else value
+    return Export(folder, weights, Description(**values))
 
 
 def restore(
@@ -422,38 +466,31 @@ def restore(
         tables: of the export's features, in their order.
         model_devices, exchange_room: see Config.
     """
-    about = export.about
-    model = DLRM(
-        about["num_dense"],
-        len(tables),
-        about["dim"],
-        about["bottom"],
-        about["top"],
-        about["interaction"],
-        *about["cross"],
-    )
+    model = make_network(export.description)
     model.load_state_dict(export.weights)
     model = device.to_device(model, mesh).eval()
 
+    dim = export.description.dim
     embeddings = embedding.ShardedEmbeddingBags(
         tables,
-        about["dim"],
+        dim,
         mesh,
-        embedding.SGD(),
+        embedding.SGD(),  # it has no state, and nothing is trained
         lr=0.0,
-        seed=0,
+        seed=0,  # of initial weights, which those of the export replace
         model_devices=model_devices,
         room=exchange_room,
     )
+    # Each table is one piece, as if a checkpoint had it.
     shapes = {pieces.STEP: ()}
     for table in tables:
-        shapes[f"{table.name}/weight/0/0"] = (table.rows, about["dim"])
+        shapes[pieces.whole_weight(table.name)] = (table.rows, dim)
     embeddings.load_pieces(shapes, partial(_read_exported, export.folder))
     return State(model, embeddings, optimizer=None)
 
 
 def _read_exported(folder: str, key: str) -> Tensor:
-    """Returns a table of an export, or the count of updates, by its name in a checkpoint."""
+    """Returns a table of an export, or the count of updates, by the name of its piece."""
     if key == pieces.STEP:
         return torch.zeros(())
     name = key.partition("/")[0]
@@ -461,19 +498,20 @@ def _read_exported(folder: str, key: str) -> Tensor:
 
 
 def open_evaluation(config: Config, export: Export) -> criteo.ClickLog:
-    """Opens the clicks of --split, or a table of own clicks.
+    """Opens the clicks of --split, or a table of the user's own clicks.
 
     Raises:
         InputError: they cannot be read; or their ids are not those of the export.
     """
     split = splits.wanted(config.split, known=("train", "valid"))
-    of_training = "train" if split == "train" else "eval"
+    # As data/criteo.py names the splits: what is "valid" to the user is "eval" there.
+    opened_split = "train" if split == "train" else "eval"
     if config.data == "synthetic":
         size = SYNTHETIC_TRAIN if split == "train" else SYNTHETIC_EVAL
-        return _synthetic(config, of_training, size)
+        return _synthetic(config, opened_split, size)
 
-    own_maps = Path(export.folder, "clicks")
-    if criteo.TABLE.search(config.data) and own_maps.is_dir():
+    trained_maps = Path(export.folder, "clicks")
+    if criteo.TABLE.search(config.data) and trained_maps.is_dir():
         if split:
             raise InputError(
                 f"{config.data} is one table, all rows of which are evaluated; leave out --split"
@@ -482,44 +520,52 @@ def open_evaluation(config: Config, export: Export) -> criteo.ClickLog:
         if not path.is_file():
             raise InputError(f"there is no file {config.data}; give a CSV or parquet file")
         own_clicks = optional.load("own_clicks")
-        return own_clicks.EncodedClicks(path, own_clicks.Columns.load(own_maps))
+        return own_clicks.EncodedClicks(path, own_clicks.Columns.load(trained_maps))
 
-    log = criteo.open_clicks(config.data, of_training, config.hash_rows or None)
+    log = criteo.open_clicks(config.data, opened_split, config.hash_rows or None)
     check_ids_of(log, export, config)
     return log
 
 
 def check_ids_of(log: criteo.ClickLog, export: Export, config: Config) -> None:
     """Raises InputError where the ids of clicks mean other values than those of an export."""
-    about = export.about
-    own = ", ".join(about["features"])
-    if list(log.features) != about["features"]:
+    trained = export.description
+    if tuple(log.features) != trained.features:
         raise InputError(
             f"{config.data} has the features {', '.join(log.features)}; "
-            f"{config.evaluate} was trained with {own}"
+            f"{config.evaluate} was trained with {', '.join(trained.features)}"
         )
-    for name, rows, own_rows in zip(log.features, log.table_rows, about["rows"], strict=True):
-        if rows != own_rows:
+    for name, rows, trained_rows in zip(log.features, log.table_rows, trained.rows, strict=True):
+        if rows != trained_rows:
             raise InputError(
                 f"{config.data} has {rows:,} ids for {name}; {config.evaluate} was trained with "
-                f"{own_rows:,}, so that they mean other values; give clicks of the same preparation"
+                f"{trained_rows:,}, so that they mean other values; "
+                "give clicks of the same preparation"
             )
-    if log.num_dense != about["num_dense"]:
+    if log.num_dense != trained.num_dense:
         raise InputError(
             f"{config.data} has {log.num_dense} dense features; "
-            f"{config.evaluate} was trained with {about['num_dense']}"
+            f"{config.evaluate} was trained with {trained.num_dense}"
         )
+    if log.columns_folder is not None:
+        check_maps(log.columns_folder, export, config)
 
-    own_maps = Path(export.folder, "clicks")
-    if log.columns is not None and _content(own_maps) != _content(log.columns):
-        own_clicks = optional.load("own_clicks")
-        columns = own_clicks.Columns.load(own_maps)
-        other = own_clicks.other_maps(columns, own_clicks.Columns.load(log.columns))
-        if other:
-            raise InputError(
-                f"{config.data} has other maps than {config.evaluate}: {other}; "
-                "give the table itself (CSV or parquet), which the run's own maps encode"
-            )
+
+def check_maps(columns_folder: Path, export: Export, config: Config) -> None:
+    """Raises InputError where the maps from values to ids are not those of an export."""
+    trained_maps = Path(export.folder, "clicks")
+    if _content(trained_maps) == _content(columns_folder):
+        return
+
+    # Files that differ may still have the same maps.
+    own_clicks = optional.load("own_clicks")
+    trained = own_clicks.Columns.load(trained_maps)
+    other = own_clicks.other_maps(trained, own_clicks.Columns.load(columns_folder))
+    if other:
+        raise InputError(
+            f"{config.data} has other maps than {config.evaluate}: {other}; "
+            "give the table itself (CSV or parquet), which the run's own maps encode"
+        )
 
 
 def _content(folder: Path) -> dict[str, bytes]:
@@ -530,9 +576,9 @@ def _content(folder: Path) -> dict[str, bytes]:
 def evaluate_run(config: Config, mesh: Mesh) -> dict[str, float]:
     """Evaluates the run --evaluate by its export; returns the metrics, as `main` does."""
     run = FinishedRun(config.evaluate)
-    export = read_export(run.export())
+    export = read_export(run.local_export())
     log = open_evaluation(config, export)
-    check_evaluation(Data(train=log, eval=log), config, mesh)
+    check_evaluation(Data(train=None, eval=log), config, mesh)
     run.announce(mesh, config.data, f"{len(log):,} examples", log)
 
     tables = table_list(config, log)
@@ -542,32 +588,39 @@ def evaluate_run(config: Config, mesh: Mesh) -> dict[str, float]:
     return run.record(config, mesh, len(log), metrics)
 
 
+def headline(config: Config, data: Data, steps_per_epoch: int) -> str:
+    """Returns what a run says first."""
+    sources = splits.said(data.train, data.eval)
+    return (
+        f"dlrm on {config.data}: {len(data.train):,} examples, "
+        f"{len(data.train.features)} tables of {sum(data.train.table_rows):,} rows, "
+        f"{config.epochs} epoch(s) of {steps_per_epoch:,} steps of {config.batch_size}{sources}"
+    )
+
+
 def main(config: Config) -> dict[str, float]:
     """Trains, evaluates and exports, or evaluates a finished run; returns the final metrics: auc,
     loss and ne of the evaluation split."""
-    config = validate(settings_of_run(config, EVALUATED_WITH, MAY_CHANGE))
+    config = validate(resolve_config(config, EVALUATE_FLAGS, REMOVED_FIELDS))
     mesh = device.setup(
         config.seed, config.precision, config.strict, config.device, safe_forms=config.safe_forms
     )
     if config.evaluate:
         return evaluate_run(config, mesh)
+
+    # ---- the data --------------------------------------------------------------------------------
     data = open_data(config)
     steps_per_epoch = loading.steps_per_epoch(data.train, config.batch_size, mesh)
     total_steps = config.epochs * steps_per_epoch
-
-    kind = "synthetic" if config.data == "synthetic" else "clicks"
-    sources = splits.said(*data)
-    headline = (
-        f"dlrm on {config.data}: {len(data.train):,} examples, "
-        f"{len(data.train.features)} tables of {sum(data.train.table_rows):,} rows, "
-        f"{config.epochs} epoch(s) of {steps_per_epoch:,} steps of {config.batch_size}{sources}"
-    )
     check_evaluation(data, config, mesh)
+
+    # ---- the run's folder ------------------------------------------------------------------------
+    kind = "synthetic" if config.data == "synthetic" else "clicks"
     run = Run(
         config,
         mesh,
         name=f"dlrm-{kind}",
-        headline=headline,
+        headline=headline(config, data, steps_per_epoch),
         may_differ=MAY_CHANGE,
         sources=splits.sources_of(*data),
         older_sources=splits.sources_of(*data, of="older_source"),
@@ -576,6 +629,7 @@ def main(config: Config) -> dict[str, float]:
     if run.finished:
         return run.print_summary()
 
+    # ---- the model and its steps -----------------------------------------------------------------
     state = build(config, data, mesh)
     start = run.resume(
         state.model,
@@ -597,6 +651,7 @@ def main(config: Config) -> dict[str, float]:
         run.evaluation(step, **metrics)
         return metrics
 
+    # ---- the loop --------------------------------------------------------------------------------
     loader = loading.parallel_loader(
         data.train,
         config.batch_size,
@@ -614,7 +669,7 @@ def main(config: Config) -> dict[str, float]:
     stop_every = math.ceil(100 / config.steps_a_call)  # in calls
     batches = []  # one for each step of the next call
     with run.training(loader, stop_every=stop_every):
-        metrics = {}
+        metrics = {}  # of the last evaluation in this start
         if run.evaluation_due:  # the run ended between a checkpoint and its evaluation
             metrics = evaluation(start)
 
@@ -633,9 +688,11 @@ def main(config: Config) -> dict[str, float]:
             steps_of_call = len(batches)
             batches = []
 
+            # The first of the training, not of a resumed start: it is logged, as step 1 is in the
+            # other scripts.
             is_first_call = step == steps_of_call
-            due = partial(many_steps.is_due, step=step, steps=steps_of_call)
-            if is_first_call or due(config.log_every) or step == total_steps:
+            is_due = partial(many_steps.is_due, step=step, steps=steps_of_call)
+            if is_first_call or is_due(config.log_every) or step == total_steps:
                 run.log(
                     step,
                     examples=step * config.batch_size,
@@ -645,13 +702,14 @@ def main(config: Config) -> dict[str, float]:
                 )
                 # Ids without a slot in the exchange are an error. Their count is read after the
                 # next step, with the metrics of this line.
-                dropped = step_metrics.get("dropped")
+                dropped = step_metrics.get("dropped")  # None: no table is sharded
                 device.after_next_step(partial(state.embeddings.check, dropped))
-            evaluates = due(eval_every) or step == total_steps
-            run.checkpoint(step, due=due(config.save_every), evaluates=evaluates)
+            evaluates = is_due(eval_every) or step == total_steps
+            run.checkpoint(step, due=is_due(config.save_every), evaluates=evaluates)
             if evaluates:
                 metrics = evaluation(step)
 
+        # ---- the end -----------------------------------------------------------------------------
         run.checkpoints.wait()
         if not metrics:  # the run ended after the last step, before the export
             metrics = evaluate(eval_fn, state, data.eval, config, mesh)
@@ -660,9 +718,8 @@ def main(config: Config) -> dict[str, float]:
                 f"a perfect model would reach an AUC of {data.eval.perfect_auc():.4f} "
                 "on this synthetic data"
             )
-        if mesh.main_process:
-            folder = run.checkpoints.folder(total_steps)
-            export(f"{run.path}/export", state, data, config, folder)
+        last_checkpoint = run.checkpoints.folder(total_steps)
+        export(f"{run.path}/export", state, data, config, mesh, last_checkpoint)
         run.finish(metrics)
     return metrics
 

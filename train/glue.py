@@ -18,6 +18,7 @@ if __name__ == "__main__" and not __package__:  # by its path: the imports below
 
 import json
 import math
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -43,7 +44,7 @@ from models import (
 from models.encoders.record import FineTuning
 from train.common import accumulate, checkpoint, cli, device, files, loading
 from train.common.batches import Examples
-from train.common.evaluation import FinishedRun, settings_of_run
+from train.common.evaluation import FinishedRun, resolve_config
 from train.common.mesh import WHOLE, Layout, Mesh
 from train.common.run import Run
 
@@ -53,15 +54,15 @@ class Config:
     model: Literal[encoders.NAMES] = "bert"  # auto: the architecture of --checkpoint (docs/data.md)
     task: Literal[tuple(glue.TASKS)] | None = None  # of GLUE; None: mrpc, or your own by --text
     data: str = ""  # file, folder or URL, of text or saved by HF datasets; HF hub id; "synthetic"
-    text: tuple[str, ...] = ()  # your own data: its column of sentences, or two of pairs
-    label: str = ""  # and its column of labels
-    objective: Literal[targets.OBJECTIVES] | None = None  # what these are; None: classes
+    text: tuple[str, ...] = ()  # of your own data: the column of sentences, or two of pairs
+    label: str = ""  # of your own data: the column of labels
+    objective: Literal[targets.OBJECTIVES] | None = None  # what your labels are; None: classes
     separator: str = ""  # between the labels of a text, for --objective multilabel
     evaluate: str = ""  # a finished run's folder: nothing is trained, its export is evaluated
-    split: str = ""  # of --data, with --evaluate: train, valid, test; "": the usual one
+    split: str = ""  # of --data, with --evaluate: train, valid, test; "": as in training
     checkpoint: str = ""  # HF hub id or folder; "new": new weights and words; "": the recipe's
     pretrained: bool = True  # False: of --checkpoint only configuration and tokenizer; new weights
-    labels: str = ""  # classes in the order of --checkpoint's head: a,b,…; where it names none
+    labels: str = ""  # of --checkpoint's head: its classes in order, a,b,…; where it names none
     lengths: tuple[int, ...] = (32, 64, 128)  # tokens: a compiled shape each; longer rows are cut
     group_by_length: bool = False  # batches of like length: less padding, but less accurate
     batch_size: int = 32  # sequences per update, over all devices
@@ -89,15 +90,17 @@ class Config:
 TINY = Config(**cli.TRIAL, task="sst2", lengths=(16, 32), epochs=6, lr=2e-3, weight_decay=0.01)
 
 # Fields that a resumed run may change: these do not change the trained weights. keep does not
-# either, but a run with another --keep is another run here.
+# either, but has never been among them: a run with another --keep is another run.
 MAY_CHANGE = ("workers", "log_every", "save_every", "strict", "layout", "safe_forms")
 # Fields that a resumed run's config.json must have. Before group_by_length existed, runs had
 # another order of examples.
 REQUIRED = ("group_by_length",)
-# Flags that count beside --evaluate: they change no number beyond rounding.
-EVALUATED_WITH = ("batch_size", "update_every")
+# Flags that may be given with --evaluate; all others are the run's. They change no number beyond
+# rounding.
+EVALUATE_FLAGS = ("batch_size", "update_every")
 COLUMNS = "columns.json"  # of an export: what `make predict` needs to know of the training
 ADAM_EPS = 1e-6  # of BERT's and DistilBERT's code, and in RoBERTa's and XLNet's papers
+SYNTHETIC_SIZE = "tiny"  # a trial's network
 SYNTHETIC_WORDS = 400  # a trial's largest vocabulary
 SYNTHETIC_INIT = 0.05  # the spread of a trial's new weights
 
@@ -114,7 +117,9 @@ NEW_RECIPE = FineTuning(
     epochs=5,
 )
 
-PACKING_PARTS = 8  # at least, see `build`: so 1, 2, 4 and 8 chips pack the same rows together
+# On TPUs, see `on_device`: a batch has at least so many parts, within which rows are joined. So 1,
+# 2, 4 and 8 devices join the same rows.
+PACKING_PARTS = 8
 
 
 class Data(NamedTuple):
@@ -132,7 +137,7 @@ class State(NamedTuple):
     """What a step works on."""
 
     model: nn.Module
-    optimizer: torch.optim.Optimizer
+    optimizer: torch.optim.Optimizer | None  # None: nothing is trained
 
 
 def learning_rate(config: Config, step: int, total_steps: int) -> float:
@@ -141,21 +146,31 @@ def learning_rate(config: Config, step: int, total_steps: int) -> float:
     if step < warmup_steps:
         # + 1 in the divisor, too, or the last of these steps could exceed the peak.
         return config.lr * (step + 1) / (warmup_steps + 1)
-    # The warm-up may leave less than one step, or none.
+    # Where the warm-up leaves less than one step, only a step after the last comes here.
     steps_to_fall = max(total_steps - warmup_steps, 1)
     return config.lr * (total_steps - step) / steps_to_fall
+
+
+def recipe_of(config: Config) -> FineTuning:
+    """Returns the published numbers for the model, or our own for new weights."""
+    if config.checkpoint == NEW:
+        return NEW_RECIPE
+    return encoders.by_name(config.model).fine_tuning
+
+
+def with_recipe(config: Config) -> Config:
+    """Returns the config with the recipe's numbers where a field is None."""
+    recipe = recipe_of(config)
+    for name in ("epochs", "lr", "warmup", "weight_decay"):
+        if getattr(config, name) is None:
+            config = replace(config, **{name: getattr(recipe, name)})
+    return config
 
 
 def validate(config: Config) -> Config:
     """Returns the config with the model's recipe where a field is None; raises InputError where a
     value is outside its range."""
-    recipe = encoders.by_name(config.model).fine_tuning
-    if config.checkpoint == NEW:
-        recipe = NEW_RECIPE
-    for name in ("epochs", "lr", "warmup", "weight_decay"):
-        if getattr(config, name) is None:
-            config = replace(config, **{name: getattr(recipe, name)})
-
+    config = with_recipe(config)
     cli.at_least(config, 1, "batch_size", "update_every", "log_every", "keep")
     cli.at_least(config, 0, "lr", "weight_decay", "eval_every", "save_every", "seed")
     cli.at_least(config, -1, "workers")
@@ -173,9 +188,10 @@ def validate(config: Config) -> Config:
     else:
         config = replace(config, task=config.task or "mrpc")
     if not config.checkpoint and config.data != "synthetic":
-        if not recipe.checkpoint:
+        usual = recipe_of(config).checkpoint
+        if not usual:
             raise InputError(f"--checkpoint is missing: --model {config.model} needs one")
-        config = replace(config, checkpoint=recipe.checkpoint)
+        config = replace(config, checkpoint=usual)
     if config.labels and (learns_words(config) or not config.pretrained):
         raise InputError(
             f"--labels is {config.labels}; it is for the head of a --checkpoint with its weights"
@@ -185,6 +201,7 @@ def validate(config: Config) -> Config:
 
 def learns_words(config: Config) -> bool:
     """Returns whether weights and vocabulary are new: with --checkpoint new, and in a trial."""
+    # "" is a trial once `validate` has filled in the recipe's checkpoint.
     return config.checkpoint in ("", NEW)
 
 
@@ -204,7 +221,8 @@ def check_columns(config: Config) -> None:
         raise InputError(f"{given}; expected one column of sentences, or two of pairs")
     if not config.label:
         raise InputError(f"{given}, and --label is missing: give the column of the labels")
-    if len({*config.text, config.label}) <= len(config.text):
+    columns = [*config.text, config.label]
+    if len(set(columns)) < len(columns):
         raise InputError(f"{given} and --label is {config.label}; expected different columns")
     if config.task or config.data == "synthetic":
         other = "--data is synthetic"
@@ -221,18 +239,20 @@ def open_data(config: Config) -> Data:
         opened = own_text.open_splits(config.data, columns_of(config))
     else:
         opened = glue.open_task(config.data, config.task, config.seed)
-    settings, tokenizer, source = _open_encoder(config, opened.train)
-    classifier = _open_classifier(config, opened.task, settings, source)
+    encoder = _open_encoder(config, opened.train)
+    tokenizer = encoder.tokenizer
+    classifier = _open_classifier(config, opened.task, encoder)
 
     train = sentences.Encoded(opened.train, tokenizer, config.lengths[-1])
     evaluated = encode(opened.eval, tokenizer, config)
 
-    head_message = classifier.head.message
-    # Of a pretrained encoder that never had a head: --lr 0 is allowed, but the user is told.
-    if classifier.head.is_new and config.lr == 0:
-        head_message += "; --lr 0 does not train it"
     if config.checkpoint == NEW:
         head_message = _describe_new(config, tokenizer)
+    else:
+        head_message = classifier.head.message
+        # A checkpoint that never had a head may be evaluated untrained, but the user is told.
+        if classifier.head.is_new and config.lr == 0:
+            head_message += "; --lr 0 does not train it"
     return Data(train, evaluated, classifier.model, tokenizer, head_message, opened.task)
 
 
@@ -252,33 +272,37 @@ def encode(
     return encoded
 
 
-def _open_encoder(
-    config: Config, train_texts: sentences.Examples
-) -> tuple[PreTrainedConfig, PreTrainedTokenizerBase, encoder_files.Source | None]:
-    """Returns the configuration, the tokenizer and the weights of --checkpoint.
+@dataclass(frozen=True)
+class OpenedEncoder:
+    """What a classifier is made of."""
 
-    Without one the tokenizer learns the words of the training sentences: for --checkpoint new, and
-    in a trial, whose network is smaller. Where the weights are None, all are new.
-    """
+    settings: PreTrainedConfig
+    tokenizer: PreTrainedTokenizerBase
+    source: encoder_files.Source | None  # of the weights; None: all are new
+
+
+def _open_encoder(config: Config, train_texts: sentences.Examples) -> OpenedEncoder:
+    """Opens --checkpoint. With --checkpoint new, and in a trial, the tokenizer learns the words of
+    the training sentences, fewer of them in a trial."""
     if not learns_words(config):
         folder = files.local_folder(config.checkpoint)
         compiled = config.device == "xla"  # refuses architectures that no compiled step can run
         opened = encoder_files.open_checkpoint(folder, config.model, compiled=compiled)
         source = opened.source if config.pretrained else None
-        return opened.config, opened.tokenizer, source
+        return OpenedEncoder(opened.config, opened.tokenizer, source)
 
     lines = [*train_texts.first, *(train_texts.second or [])]
     kind = encoders.by_name(config.model).tokenizer
     longest = config.lengths[-1]
+    # Repeatable, since other hosts and a resumed run learn it, too.
     if config.checkpoint == NEW:
-        # Repeatable, since other hosts and a resumed run learn it, too.
         tokenizer = vocabulary.learn(lines, kind, NEW_WORDS, repeatable=True)
         settings = encoders.new_configuration(config.model, NEW_SIZE, tokenizer, longest)
     else:
-        tokenizer = vocabulary.learn(lines, kind, SYNTHETIC_WORDS)
-        settings = encoders.new_configuration(config.model, "tiny", tokenizer, longest)
+        tokenizer = vocabulary.learn(lines, kind, SYNTHETIC_WORDS, repeatable=True)
+        settings = encoders.new_configuration(config.model, SYNTHETIC_SIZE, tokenizer, longest)
         settings.initializer_range = SYNTHETIC_INIT
-    return settings, tokenizer, None
+    return OpenedEncoder(settings, tokenizer, source=None)
 
 
 def _describe_new(config: Config, tokenizer: PreTrainedTokenizerBase) -> str:
@@ -292,24 +316,23 @@ def _describe_new(config: Config, tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def _open_classifier(
-    config: Config,
-    task: sentences.Task,
-    settings: PreTrainedConfig,
-    source: encoder_files.Source | None,
+    config: Config, task: sentences.Task, encoder: OpenedEncoder
 ) -> classification.Classifier:
     """Returns the model with a head for the task's labels.
 
     Raises:
-        InputError: --lengths exceed its positions; or, with --lr 0, which trains nothing, its head
-            is one whose predictions mean nothing before it is trained; or --labels are not the
-            task's.
+        InputError: --lengths exceed its positions; or --labels are not the task's; or, with --lr 0,
+            which evaluates a checkpoint as it is, the checkpoint's own head does not fit the task's
+            labels or does not name them. (A checkpoint without any head is allowed.)
     """
     if config.labels and task.objective == "regression":
         raise InputError(
             f"--labels is {config.labels}; {task.name} is a regression and has no classes"
         )
     stated = heads.parse_labels(config.labels, task.labels) if config.labels else ()
-    classifier = classification.classifier(settings, task.labels, source, stated, task.objective)
+    classifier = classification.classifier(
+        encoder.settings, task.labels, encoder.source, stated, task.objective
+    )
 
     positions = architectures.positions(classifier.model)
     if config.lengths[-1] > positions:
@@ -319,6 +342,13 @@ def _open_classifier(
     if config.lr == 0 and classifier.head.refusal_at_lr_0:
         raise InputError(classifier.head.refusal_at_lr_0)
     return classifier
+
+
+def check_words(tokenizer: PreTrainedTokenizerBase, mesh: Mesh) -> None:
+    """Raises InputError where hosts of a pod have learnt different words."""
+    words = repr(sorted(tokenizer.get_vocab().items()))
+    checksum = zlib.crc32(words.encode())
+    device.same_on_all_hosts(mesh, "the words that each has learnt (their CRC-32)", checksum)
 
 
 def batch_plan(
@@ -334,8 +364,8 @@ def batch_plan(
     if mesh.shapes_may_vary:
         lengths = range(1, config.lengths[-1] + 1)
     by_length = config.group_by_length or not train
-    # It draws at random where the loader gives it a generator, which an evaluation's does not.
-    return batching.Shuffled(examples.lengths, config.batch_size, lengths, by_length)
+    # Shuffled draws at random in training alone: an evaluation's loader gives it no generator.
+    return batching.Shuffled(examples.lengths, config.batch_size, lengths, grouped=by_length)
 
 
 def collate(limits: architectures.Limits, examples: Examples) -> dict[str, Tensor]:
@@ -358,7 +388,7 @@ def build(config: Config, data: Data, mesh: Mesh) -> State:
     model = on_device(data.model, mesh)
     groups = architectures.parameter_groups(model, config.weight_decay)
     betas = (0.9, encoders.by_name(config.model).fine_tuning.beta2)
-    # XLA has no foreach kernels.
+    # device.set_lr sets the rate before each step. XLA has no foreach kernels.
     optimizer = torch.optim.AdamW(groups, config.lr, betas, ADAM_EPS, foreach=False)
     device.init_optimizer_state(optimizer, mesh)
     return State(model, optimizer)
@@ -366,8 +396,8 @@ def build(config: Config, data: Data, mesh: Mesh) -> State:
 
 def on_device(model: nn.Module, mesh: Mesh) -> nn.Module:
     """Moves a model to the device, with the layers that train and evaluate there."""
-    # For the whole process: how layers are written. Clamped attention weights compile to faster
-    # programs, but some versions of the TPU's compiler crash on them (docs/tpu.md).
+    # Chooses, for the whole process, how the layers compute attention. Clamped weights compile to
+    # faster programs, but some versions of the TPU's compiler crash on them (docs/tpu.md).
     layers.use_forms(clamp_weights=not mesh.safe_forms)
     # On TPUs the encoder computes several short rows as one. Rows are joined within each of
     # `packing_parts` equal parts of the batch only, so never with those of another device. 0: no
@@ -385,9 +415,11 @@ def forward(
     """Returns sums over the examples of a batch or micro-batch of B rows: "loss", and "examples",
     their number. Rows of padding do not count.
 
+    Sums, since micro-batches have unequal numbers of examples: who calls it divides by "examples".
+
     Args:
-        batch: "input_ids", "attention_mask" and "token_type_ids" [B, T]; "labels" [B], or
-            [B, labels] of several; and "mask" [B], 0 for a row of padding.
+        batch: "input_ids", "attention_mask" and "token_type_ids" [B, T]; "labels" [B], or, with
+            --objective multilabel, [B, labels]; and "mask" [B], 0 for a row of padding.
     """
     with mesh.autocast():
         logits = classification.compute_logits(state.model, batch)
@@ -402,7 +434,8 @@ def train_step(
     sums = forward(state, batch, config, mesh)
     loss = sums["loss"] / sums["examples"]
     loss.backward()
-    metrics = {"loss": loss.detach()} | update(state, config)
+    metrics = {"loss": loss.detach()}
+    metrics |= update(state, config)
     state.optimizer.zero_grad(set_to_none=True)
     return metrics
 
@@ -415,7 +448,8 @@ def update(state: State, config: Config) -> dict[str, Tensor]:
 
 
 def eval_step(state: State, batch: dict[str, Tensor], config: Config, mesh: Mesh) -> Tensor:
-    """Returns logits [B, labels], on all devices and so on all hosts."""
+    """Returns the logits [B, labels] of the whole batch, replicated: every host can read all of
+    them."""
     with torch.no_grad(), mesh.autocast():
         logits = classification.compute_logits(state.model, batch)
     logits = logits.float()
@@ -433,7 +467,7 @@ def check_evaluation(data: Data, config: Config, mesh: Mesh) -> None:
             examples,
             plan,
             mesh,
-            split=config.update_every,  # micro-batches, as in training
+            micro_batches=config.update_every,  # of each batch, as in training
             collate=collate_fn,
         )
         try:
@@ -462,7 +496,7 @@ def evaluate(
             plan,
             mesh,
             train=False,
-            split=config.update_every,  # micro-batches, as in training
+            micro_batches=config.update_every,  # of each batch, as in training
             collate=collate_fn,
             workers=config.workers,
         )
@@ -474,6 +508,7 @@ def evaluate(
         is_example = indices >= 0  # the others are padding
         labels = torch.from_numpy(examples.labels[indices[is_example]])
 
+        # MNLI alone is evaluated on two splits.
         prefix = "mismatched_" if split.endswith("mismatched") else ""
         for name, value in task_metrics(data.task, logits[is_example], labels).items():
             metrics[prefix + name] = value
@@ -501,6 +536,25 @@ def task_metrics(task: sentences.Task, logits: Tensor, labels: Tensor) -> dict[s
     return metrics
 
 
+def export(folder: str, state: State, data: Data, config: Config, mesh: Mesh) -> None:
+    """Writes what transformers' `pipeline("text-classification", model=folder)` loads; and
+    COLUMNS, which says what the examples of the training were, and where they were cut."""
+    # All hosts call it; the main one gets the weights.
+    weights = checkpoint.to_host(
+        state.model.state_dict(), layers=mesh.layers, is_needed=mesh.main_process
+    )
+    if not mesh.main_process:
+        return
+
+    examples = {**data.task.columns, "max_length": config.lengths[-1]}
+
+    def save(local: str) -> None:
+        encoder_files.save(local, state.model, weights, data.tokenizer)
+        Path(local, COLUMNS).write_text(json.dumps(examples, indent=1) + "\n")
+
+    files.write_folder(folder, save)
+
+
 def open_evaluation(config: Config, run: FinishedRun) -> Data:
     """Opens the model of a run's export, and encodes the examples of --split.
 
@@ -508,7 +562,7 @@ def open_evaluation(config: Config, run: FinishedRun) -> Data:
         InputError: the export is not whole; or the examples have a class that it does not have.
     """
     compiled = config.device == "xla"
-    exported = encoder_files.open_checkpoint(run.export(), "auto", compiled=compiled)
+    exported = encoder_files.open_checkpoint(run.local_export(), "auto", compiled=compiled)
     split = splits.wanted(config.split)
     if config.text:
         names = [exported.config.id2label[index] for index in range(exported.config.num_labels)]
@@ -543,28 +597,13 @@ def evaluate_run(config: Config, mesh: Mesh) -> dict[str, float]:
     return run.record(config, mesh, examples, metrics)
 
 
-def export(folder: str, state: State, data: Data, config: Config, mesh: Mesh) -> None:
-    """Writes what transformers' `pipeline("text-classification", model=folder)` loads; and
-    COLUMNS, which says what the examples of the training were, and where they were cut."""
-    weights = checkpoint.to_host(state.model.state_dict(), mesh.layers, mesh.main_process)
-    if not mesh.main_process:
-        return
-
-    examples = {**data.task.columns, "max_length": config.lengths[-1]}
-
-    def save(local: str) -> None:
-        encoder_files.save(local, state.model, weights, data.tokenizer)
-        Path(local, COLUMNS).write_text(json.dumps(examples, indent=1) + "\n")
-
-    files.write_folder(folder, save)
-
-
 def headline(config: Config, data: Data, plan: batching.Plan, total_steps: int) -> str:
     """Returns what a run of `total_steps` says first."""
     lengths = "|".join(map(str, config.lengths))
+    labels_found = data.task.found  # a phrase with its comma, or ""
     sources = splits.said(data.train, *data.eval.values())
     return (
-        f"{config.model} on {data.task.name}: {data.task.found}{len(data.train):,} examples "
+        f"{config.model} on {data.task.name}: {labels_found}{len(data.train):,} examples "
         f"({data.train.truncated:,} cut to {config.lengths[-1]} tokens) "
         f"in batches of {config.batch_size} x {lengths} with {plan.padding:.1%} padding, "
         f"{total_steps:,} steps ({config.epochs:g} epochs){sources}"
@@ -574,7 +613,7 @@ def headline(config: Config, data: Data, plan: batching.Plan, total_steps: int) 
 def main(config: Config) -> dict[str, float]:
     """Fine-tunes, evaluates and exports, or evaluates a finished run; returns the final metrics,
     those of MNLI's second split as mismatched_…."""
-    config = validate(settings_of_run(config, EVALUATED_WITH, MAY_CHANGE))
+    config = validate(resolve_config(config, EVALUATE_FLAGS))
     mesh = device.setup(
         config.seed,
         config.precision,
@@ -585,23 +624,20 @@ def main(config: Config) -> dict[str, float]:
     )
     if config.evaluate:
         return evaluate_run(config, mesh)
-    varies = encoders.by_name(config.model).tokenizer in vocabulary.VARYING
-    if mesh.process_count > 1 and varies and not config.checkpoint:
-        # Each host would learn another vocabulary.
-        raise InputError(
-            f"the trial of --model {config.model} is for one host, not {mesh.process_count}; "
-            "give --checkpoint"
-        )
 
+    # ---- the data --------------------------------------------------------------------------------
     data = open_data(config)
+    if learns_words(config):
+        check_words(data.tokenizer, mesh)
     plan = batch_plan(config, data.train, mesh, train=True)
     steps_per_epoch = loading.steps_per_epoch(
         data.train, plan, mesh, micro_batches=config.update_every
     )
     total_steps = math.ceil(config.epochs * steps_per_epoch)
-
-    suffix = "-synthetic" if config.data == "synthetic" else ""
     check_evaluation(data, config, mesh)
+
+    # ---- the run's folder ------------------------------------------------------------------------
+    suffix = "-synthetic" if config.data == "synthetic" else ""
     run = Run(
         config,
         mesh,
@@ -617,16 +653,17 @@ def main(config: Config) -> dict[str, float]:
     if data.head_message:
         run.message(data.head_message)
 
+    # ---- the model and its steps -----------------------------------------------------------------
     state = build(config, data, mesh)
     start = run.resume(state.model, state.optimizer, examples=len(data.train), keep=config.keep)
-    shapes = len(plan.shapes)
+    max_graphs = len(plan.shapes)  # an evaluation's plan has the same lengths
     if config.update_every > 1:
         train_fn = accumulate.AccumulatedStep(
-            forward, update, state, ("loss",), mesh, per="examples", max_graphs=shapes
+            forward, update, state, ("loss",), mesh, per="examples", max_graphs=max_graphs
         )
     else:
-        train_fn = accumulate.SeededStep(train_step, mesh, max_graphs=shapes)
-    eval_fn = device.compiled(eval_step, mesh, max_graphs=shapes)
+        train_fn = accumulate.SeededStep(train_step, mesh, max_graphs=max_graphs)
+    eval_fn = device.compiled(eval_step, mesh, max_graphs=max_graphs)
     state.model.train()
 
     def evaluation(step: int) -> dict[str, float]:
@@ -636,6 +673,7 @@ def main(config: Config) -> dict[str, float]:
         run.evaluation(step, **metrics)
         return metrics
 
+    # ---- the loop --------------------------------------------------------------------------------
     loader = loading.parallel_loader(
         data.train,
         plan,
@@ -644,16 +682,16 @@ def main(config: Config) -> dict[str, float]:
         seed=config.seed,
         start=start,
         stop=total_steps,
-        split=config.update_every,  # cuts a batch into micro-batches
+        micro_batches=config.update_every,  # cuts a batch
         update_every=config.update_every,  # yields those of an update together
         collate=partial(collate, architectures.limits(state.model)),
         workers=config.workers,
     )
     eval_every = config.eval_every or steps_per_epoch
     # All hosts of a pod agree on a stop signal, about every ten micro-batches.
-    stop_every = max(10 // config.update_every, 1)
+    stop_every = max(10 // config.update_every, 1)  # in updates
     with run.training(loader, stop_every=stop_every):
-        metrics = {}
+        metrics = {}  # of the last evaluation in this start
         if run.evaluation_due:  # the run ended between a checkpoint and its evaluation
             metrics = evaluation(start)
 
@@ -665,17 +703,19 @@ def main(config: Config) -> dict[str, float]:
             if step == 1 or step % config.log_every == 0 or step == total_steps:
                 run.log(
                     step,
+                    # On average: the last batch of an epoch is not full.
                     examples=step * len(data.train) // steps_per_epoch,
                     input_wait=loader.input_wait(),
                     lr=lr,
                     **step_metrics,
                 )
             evaluates = step % eval_every == 0 or step == total_steps
-            due = config.save_every > 0 and step % config.save_every == 0
-            run.checkpoint(step, due=due, evaluates=evaluates)
+            is_due = config.save_every > 0 and step % config.save_every == 0
+            run.checkpoint(step, due=is_due, evaluates=evaluates)
             if evaluates:
                 metrics = evaluation(step)
 
+        # ---- the end -----------------------------------------------------------------------------
         run.checkpoints.wait()
         if not metrics:  # the run ended after the last step, before the export
             metrics = evaluate(eval_fn, state, data, config, mesh)

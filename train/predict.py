@@ -44,7 +44,7 @@ class Config:
     out: str = ""  # file or URL of the predictions; "": standard output; with --task a folder
     text: tuple[str, ...] = ()  # columns of --data with the text, two of pairs; (): the export's
     task: str = ""  # of GLUE: predicts its test sets, for the benchmark's server
-    labels: str = ""  # classes in the order of the model's outputs: a,b,…; where it names none
+    labels: str = ""  # with --task: the model's classes in their order, a,b,…, where it names none
     top: int = 5  # most probable classes that are given
     image_size: int = 0  # pixels, of exports that do not say them; 0: the export's
     skip_broken: bool = False  # inputs that cannot be read get an error, and are counted; else stop
@@ -59,7 +59,7 @@ class Config:
 
 
 EXPORT = "expected the export of a run, runs/<name>/export"
-# The part of optional.py that predicts each kind of export.
+# Kind of export -> the part of optional.py, a module of prediction/, that predicts it.
 PARTS = {
     "pictures": "predict_pictures",
     "sentences": "predict_sentences",
@@ -225,9 +225,11 @@ def set_up(config: Config, vmem_kib: int) -> Mesh:
     return mesh
 
 
-def opened(config: Config) -> tuple[Any, Mesh]:
+def open_model(config: Config) -> tuple[Any, Mesh]:
     """Opens the devices, then model and data.
 
+    Returns:
+        A Predictor of prediction/pieces.py, or with --task a Submission; and the devices.
     Raises:
         InputError: one of them cannot be used.
     """
@@ -241,7 +243,7 @@ def opened(config: Config) -> tuple[Any, Mesh]:
 
     part = optional.load(PARTS["test sets" if config.task else kind])
     mesh = set_up(config, part.VMEM_KIB)
-    return part.opened(folder, config), mesh
+    return part.open_model(folder, config), mesh
 
 
 def answers(config: Config) -> Iterator[dict[str, Any]]:
@@ -260,12 +262,12 @@ def answers(config: Config) -> Iterator[dict[str, Any]]:
     """
     if config.task:
         raise InputError(f"--task is {config.task}, which writes files: call predict.main(config)")
-    model, mesh = opened(config)
-    yield from in_order(model.pieces(mesh), model.answers, config.skip_broken)
+    model, mesh = open_model(config)
+    yield from in_order(model.pieces(mesh), model.to_answers, config.skip_broken)
 
 
-def line(answer: dict[str, Any]) -> bytes:
-    """Returns an answer as a line of JSON. The bytes of a path that are no text are escaped."""
+def json_line(answer: dict[str, Any]) -> bytes:
+    """Returns an answer as a line of JSON. Bytes of a path that are not UTF-8 are escaped."""
     text = json.dumps(answer, ensure_ascii=False, allow_nan=False)
     return f"{text}\n".encode("utf-8", "backslashreplace")
 
@@ -274,10 +276,10 @@ class Writer:
     """Writes answers to the standard output, or whole to the file --out.
 
     Attributes:
-        count: of the answers so far.
-        broken: of those that are errors.
-        timed: of those after the first piece of inputs, whose answers wait for the compiler.
-        seconds: that these took.
+        count: answers so far.
+        broken: those of them that are errors.
+        timed: answers after those of the first piece of inputs, which wait for the compiler.
+        seconds: from the last answer of the first piece to the last of all.
     """
 
     def __init__(self, config: Config, output: Any):
@@ -287,13 +289,14 @@ class Writer:
         self.broken = 0
         self.timed = 0
         self.seconds = 0.0
-        self._first = 0  # inputs of the first piece
-        self._began = 0.0  # when their answers were written
+        self._first_piece = 0  # its inputs
+        self._first_piece_at = 0.0  # when their answers were written
 
     def count_first(self, pieces: Iterator[Piece]) -> Iterator[Piece]:
         """Yields the pieces, and notes how many inputs the first one has."""
         for piece in pieces:
-            self._first = self._first or len(piece.inputs)
+            if not self._first_piece:
+                self._first_piece = len(piece.inputs)
             yield piece
 
     def write(self, found: Iterator[dict[str, Any]]) -> None:
@@ -306,7 +309,7 @@ class Writer:
         if not self.config.out:
             try:
                 self._write_to(self.output, found)
-            except BrokenPipeError:
+            except BrokenPipeError:  # an OSError, too; `main` ends quietly
                 raise
             except OSError as error:
                 _leave_standard_output()
@@ -327,17 +330,17 @@ class Writer:
         for answer in _made(found):
             self.count += 1
             self.broken += "error" in answer
-            file.write(line(answer))
+            file.write(json_line(answer))
             file.flush()
             self._time()
 
     def _time(self) -> None:
         """Notes the time after an answer."""
-        if self.count == self._first:
-            self._began = time.monotonic()
-        elif self.count > self._first:
-            self.timed = self.count - self._first
-            self.seconds = time.monotonic() - self._began
+        if self.count == self._first_piece:
+            self._first_piece_at = time.monotonic()
+        elif self.count > self._first_piece:
+            self.timed = self.count - self._first_piece
+            self.seconds = time.monotonic() - self._first_piece_at
 
     def say(self, notes: list[str]) -> None:
         """Tells the user, on the standard error, what the answers do not show."""
@@ -366,7 +369,7 @@ def main(config: Config) -> None:
     if not config.out:
         _check_standard_output(config)
     with contextlib.redirect_stdout(sys.stderr):  # the standard output has nothing but answers
-        model, mesh = opened(config)
+        model, mesh = open_model(config)
         hooks.tell(
             "start",
             pid=os.getpid(),
@@ -379,7 +382,7 @@ def main(config: Config) -> None:
             writer.count = model.write(mesh)
         else:
             pieces = writer.count_first(model.pieces(mesh))
-            found = in_order(pieces, model.answers, config.skip_broken)
+            found = in_order(pieces, model.to_answers, config.skip_broken)
             try:
                 with contextlib.closing(found):
                     writer.write(found)

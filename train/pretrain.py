@@ -34,7 +34,7 @@ from models import architectures, encoder_files, encoder_layers, encoders, layer
 from models.encoders.record import Pretraining
 from train.common import accumulate, checkpoint, cli, device, files, loading
 from train.common.batches import Examples
-from train.common.evaluation import FIELDS, FinishedRun, settings_of_run
+from train.common.evaluation import FIELDS, FinishedRun, resolve_config
 from train.common.mesh import WHOLE, Layout, Mesh
 from train.common.run import Run
 
@@ -45,7 +45,7 @@ class Config:
     size: Literal[tuple(encoders.SIZES)] = "base"  # of a new model
     data: str = ""  # folder or URL that `make data DATASET=text` made, or "synthetic"
     evaluate: str = ""  # a finished run's folder: nothing is trained, its export is evaluated
-    split: str = ""  # of --data, with --evaluate: train or valid; "": the usual one
+    split: str = ""  # of --data, with --evaluate: train or valid; "": as in training
     checkpoint: str = ""  # HF hub id or folder of a model to start from; "": a new one of --size
     teacher: str = ""  # HF hub id or folder of the BERT that a DistilBERT learns from
     predictions: int = 0  # predicted tokens per row, at most; 0: 16 % of the row, XLNet 17 %
@@ -93,10 +93,11 @@ TINY = Config(
 )
 
 # Fields that a resumed run may change: these do not change the trained weights. keep does not
-# either, but a run with another --keep is another run here.
+# either, but has never been among them: a run with another --keep is another run.
 MAY_CHANGE = ("workers", "log_every", "save_every", "strict", "layout", "safe_forms")
-# Flags that count beside --evaluate: they change no number beyond rounding.
-EVALUATED_WITH = ("batch_size", "update_every")
+# Flags that may be given with --evaluate; all others are the run's. They change no number beyond
+# rounding.
+EVALUATE_FLAGS = ("batch_size", "update_every")
 ADAM_EPS = 1e-6  # of BERT's and DistilBERT's code, and in RoBERTa's and XLNet's papers
 SYNTHETIC_LENGTH = 32  # a trial's tokens per row
 SYNTHETIC_INIT = 0.05  # the spread of a trial's new weights
@@ -118,7 +119,16 @@ class State(NamedTuple):
 
     model: nn.Module
     teacher: nn.Module | None
-    optimizer: torch.optim.Optimizer
+    optimizer: torch.optim.Optimizer | None  # None: nothing is trained
+
+
+def learning_rate(config: Config, step: int) -> float:
+    """Returns the rate at 0-based update `step`: linear warm-up, then linearly to 0."""
+    if step < config.warmup_steps:
+        return config.lr * (step + 1) / config.warmup_steps
+    # Where the warm-up takes all steps, only a step after the last comes here.
+    steps_to_fall = max(config.steps - config.warmup_steps, 1)
+    return config.lr * (config.steps - step) / steps_to_fall
 
 
 def recipe_of(config: Config) -> Pretraining:
@@ -127,22 +137,19 @@ def recipe_of(config: Config) -> Pretraining:
     return encoder.pretraining_of_size.get(config.size, encoder.pretraining)
 
 
-def learning_rate(config: Config, step: int) -> float:
-    """Returns the rate at 0-based update `step`: linear warm-up, then linearly to 0."""
-    if step < config.warmup_steps:
-        return config.lr * (step + 1) / config.warmup_steps
-    steps_to_fall = max(config.steps - config.warmup_steps, 1)  # the warm-up may leave none
-    return config.lr * (config.steps - step) / steps_to_fall
+def with_recipe(config: Config) -> Config:
+    """Returns the config with the recipe's numbers where a field is None."""
+    recipe = recipe_of(config)
+    for name in ("batch_size", "steps", "lr", "warmup_steps"):
+        if getattr(config, name) is None:
+            config = replace(config, **{name: getattr(recipe, name)})
+    return config
 
 
 def validate(config: Config) -> Config:
     """Returns the config with the model's recipe where a field is None; raises InputError where a
     value is outside its range."""
-    recipe = recipe_of(config)
-    for name in ("batch_size", "steps", "lr", "warmup_steps"):
-        if getattr(config, name) is None:
-            config = replace(config, **{name: getattr(recipe, name)})
-
+    config = with_recipe(config)
     cli.at_least(config, 1, "batch_size", "steps", "update_every")
     cli.at_least(config, 1, "log_every", "eval_every", "keep")
     cli.at_least(config, 0, "predictions", "lr", "warmup_steps", "save_every", "seed")
@@ -152,7 +159,8 @@ def validate(config: Config) -> Config:
     if encoder.teacher and not config.teacher and config.data != "synthetic":
         such_as = encoders.by_name(encoder.teacher).fine_tuning.checkpoint
         raise InputError(f"--teacher is missing: give a folder or hub id, such as {such_as}")
-    if config.next_sentence and encoder.language_head.next_sentence_logits is None:
+    can_predict_next_sentence = encoder.language_head.next_sentence_logits is not None
+    if config.next_sentence and not can_predict_next_sentence:
         raise InputError(f"--next-sentence is an objective of bert, not of {config.model}")
     return config
 
@@ -167,14 +175,16 @@ def open_data(config: Config) -> Data:
     if encoders.by_name(config.model).teacher:
         folder = files.local_folder(config.teacher)
         open_teacher = objectives.of_encoder(config.model).open_teacher
-        is_new = not config.checkpoint  # a new student begins with layers of its teacher
         tokenizer = train.text.tokenizer
+        # It also copies layers of the teacher into a new student, `model`.
+        is_new = not config.checkpoint
         teacher = open_teacher(folder, model, tokenizer, config.data, init_student=is_new)
     return Data(train, valid, model, teacher)
 
 
 def _open_rows(config: Config, split: str) -> Rows:
-    trial = (SYNTHETIC_LENGTH, config.seed)  # tokens per row and seed of synthetic text
+    """Opens the rows of a split: "train" or "valid"."""
+    trial = (SYNTHETIC_LENGTH, config.seed)  # tokens and seed, of --data synthetic
     return pretraining.open_rows(
         config.data,
         split,
@@ -249,8 +259,8 @@ def build(config: Config, data: Data, mesh: Mesh) -> State:
 
 def on_device(model: nn.Module, mesh: Mesh) -> nn.Module:
     """Moves a model to the device, with the layers that train and evaluate there."""
-    # For the whole process: how layers are written. Clamped attention weights compile to faster
-    # programs, but some versions of the TPU's compiler crash on them (docs/tpu.md).
+    # Chooses, for the whole process, how the layers compute attention. Clamped weights compile to
+    # faster programs, but some versions of the TPU's compiler crash on them (docs/tpu.md).
     layers.use_forms(clamp_weights=not mesh.safe_forms)
     model = encoder_layers.fast_layers(model)
     return device.to_device(model, mesh, encoders.rules)
@@ -261,7 +271,7 @@ def make_optimizer(config: Config, model: nn.Module) -> torch.optim.Optimizer:
     recipe = recipe_of(config)
     groups = architectures.parameter_groups(model, recipe.weight_decay)
     betas = (0.9, recipe.beta2)
-    # XLA has no foreach kernels.
+    # device.set_lr sets the rate before each step. XLA has no foreach kernels.
     options = {"lr": config.lr, "betas": betas, "eps": ADAM_EPS, "foreach": False}
     if config.optimizer == "lamb":
         # Without bias correction, as in the authors' code: the warm-up replaces it.
@@ -274,9 +284,9 @@ def forward(
 ) -> dict[str, Tensor]:
     """Returns the mean losses over a batch or micro-batch.
 
-    A micro-batch's sums are divided by the whole batch's counts / update_every, not by its own
-    counts. So the mean over the micro-batches is the loss of the batch, though they have unequally
-    many predicted tokens.
+    With --update-every k the sum over a micro-batch is divided by 1/k of the whole batch's count.
+    The mean of the k results is then sum(batch) / count(batch), though micro-batches have unequally
+    many predicted tokens. Without accumulation the sum over a batch is divided by its own count.
 
     Args:
         batch: what MaskedText or PermutedText of data/pretraining.py lists for an example, with a
@@ -298,7 +308,8 @@ def train_step(
 
 
 def update(state: State, config: Config) -> dict[str, Tensor]:
-    """Updates the parameters from their gradients; has no metrics of its own."""
+    """Updates the parameters from their gradients; returns the metrics of this, which
+    `AccumulatedStep` adds to those of `forward`: there are none."""
     torch.nn.utils.clip_grad_norm_(state.model.parameters(), recipe_of(config).clip)
     state.optimizer.step()
     return {}
@@ -321,7 +332,7 @@ def check_evaluation(data: Data, config: Config, mesh: Mesh) -> None:
         config.batch_size,
         mesh,
         seed=config.seed,
-        split=config.update_every,  # micro-batches, as in training
+        micro_batches=config.update_every,  # of each batch, as in training
         collate=partial(collate, architectures.limits(data.model)),
     )
     predicted = 0
@@ -337,7 +348,8 @@ def check_evaluation(data: Data, config: Config, mesh: Mesh) -> None:
 def evaluate(
     eval_fn: Callable, state: State, rows: loading.Dataset, config: Config, mesh: Mesh
 ) -> dict[str, float]:
-    """Returns mean loss (nats) and accuracy on the same masks each time.
+    """Returns mean loss (nats) and accuracy. The masks depend on (seed, row) alone: they are the
+    same in every evaluation.
 
     Args:
         eval_fn: the compiled eval_step.
@@ -349,7 +361,7 @@ def evaluate(
         mesh,
         train=False,
         seed=config.seed,
-        split=config.update_every,  # micro-batches, as in training
+        micro_batches=config.update_every,  # of each batch, as in training
         collate=partial(collate, architectures.limits(state.model)),
         workers=config.workers,
     )
@@ -371,9 +383,12 @@ def evaluate(
 
 
 def export(folder: str, state: State, data: Data, config: Config, mesh: Mesh) -> None:
-    """Writes what transformers and `train.glue --checkpoint` load; of fairseq-roberta also what
+    """Writes what transformers and `train.glue --checkpoint` load; for fairseq-roberta also what
     fairseq loads."""
-    weights = checkpoint.to_host(state.model.state_dict(), mesh.layers, mesh.main_process)
+    # All hosts call it; the main one gets the weights.
+    weights = checkpoint.to_host(
+        state.model.state_dict(), layers=mesh.layers, is_needed=mesh.main_process
+    )
     if not mesh.main_process:
         return
 
@@ -387,21 +402,22 @@ def export(folder: str, state: State, data: Data, config: Config, mesh: Mesh) ->
 
 
 def with_teacher(config: Config, mesh: Mesh) -> Config:
-    """Pretrains a teacher for a trial, which has no --teacher, in a run of its own.
+    """Pretrains a teacher for a trial, which has no --teacher: calls `main` for a run of its own,
+    before the student's. The same flags find that run again.
 
     Returns:
         The config, with the export of that run as its teacher.
     """
-    fixed_fields = {}
-    for field in fields(config):
+    config_of_both = replace(config, checkpoint="")  # which is the student's alone
+    identity = {}  # all that the teacher's numbers depend on
+    for field in fields(config_of_both):
         if field.name not in (*MAY_CHANGE, *FIELDS):
-            fixed_fields[field.name] = getattr(config, field.name)
-    # The same flags find the same run again.
-    fingerprint = zlib.crc32(repr(fixed_fields).encode())
+            identity[field.name] = getattr(config_of_both, field.name)
+    fingerprint = zlib.crc32(repr(identity).encode())
     name = f"teacher-{fingerprint:08x}"
-    main(replace(config, model=encoders.by_name(config.model).teacher, name=name))
+    main(replace(config_of_both, model=encoders.by_name(config.model).teacher, name=name))
 
-    device.over_hosts(mesh, 0)  # all hosts wait: the main process has now written the export
+    device.wait_for_hosts(mesh)  # the main process has now written the export
     device.graph_report(reset=True)  # the student's report does not count the teacher's graphs
     return replace(config, teacher=f"{config.runs}/{name}/export")
 
@@ -414,12 +430,13 @@ def open_evaluation(config: Config, run: FinishedRun) -> Data:
     """
     split = splits.wanted(config.split, known=("train", "valid"))
     rows = _open_rows(config, split or "valid")
-    exported = encoder_files.open_checkpoint(run.export(), "auto")
+    exported = encoder_files.open_checkpoint(run.local_export(), "auto")
     tokenizer = rows.text.tokenizer
     objectives.same_vocabulary(run.path, exported.tokenizer, tokenizer, config.data)
     model = objectives.language_model(exported.config, config.next_sentence, exported.source)
     check_length(rows, model)
-    return Data(rows, rows, model, teacher=None)
+    # Nothing is trained, neither on these rows nor by a teacher.
+    return Data(train=rows, eval=rows, model=model, teacher=None)
 
 
 def evaluate_run(config: Config, mesh: Mesh) -> dict[str, float]:
@@ -452,7 +469,7 @@ def headline(config: Config, data: Data, steps_per_epoch: int) -> str:
 def main(config: Config) -> dict[str, float]:
     """Pretrains and exports, or evaluates a finished run; returns the final metrics of the
     validation rows."""
-    config = validate(settings_of_run(config, EVALUATED_WITH, MAY_CHANGE))
+    config = validate(resolve_config(config, EVALUATE_FLAGS))
     mesh = device.setup(
         config.seed,
         config.precision,
@@ -464,6 +481,8 @@ def main(config: Config) -> dict[str, float]:
     )
     if config.evaluate:
         return evaluate_run(config, mesh)
+
+    # ---- the data --------------------------------------------------------------------------------
     if encoders.by_name(config.model).teacher and not config.teacher:
         config = with_teacher(config, mesh)
     data = open_data(config)
@@ -471,9 +490,10 @@ def main(config: Config) -> dict[str, float]:
         data.train, config.batch_size, mesh, micro_batches=config.update_every
     )
     total_steps = config.steps
-
-    kind = "synthetic" if config.data == "synthetic" else "pretraining"
     check_evaluation(data, config, mesh)
+
+    # ---- the run's folder ------------------------------------------------------------------------
+    kind = "synthetic" if config.data == "synthetic" else "pretraining"
     run = Run(
         config,
         mesh,
@@ -486,15 +506,14 @@ def main(config: Config) -> dict[str, float]:
     if run.finished:
         return run.print_summary()
 
+    # ---- the model and its steps -----------------------------------------------------------------
     state = build(config, data, mesh)
     start = run.resume(state.model, state.optimizer, examples=len(data.train), keep=config.keep)
     if config.update_every > 1:
         means = ("loss", "words")  # the losses that `forward` returns for every model
         train_fn = accumulate.AccumulatedStep(forward, update, state, means, mesh)
-        count_rows = objectives.counts  # summed over a batch: what `forward` divides by
     else:
         train_fn = accumulate.SeededStep(train_step, mesh)
-        count_rows = None
     eval_fn = device.compiled(eval_step, mesh)
     state.model.train()
 
@@ -505,6 +524,10 @@ def main(config: Config) -> dict[str, float]:
         run.evaluation(step, **metrics)
         return metrics
 
+    # ---- the loop --------------------------------------------------------------------------------
+    # Tokens of each row. The loader adds them up over the micro-batches of a batch, and `forward`
+    # divides by these sums.
+    counts_per_row = objectives.counts if config.update_every > 1 else None
     loader = loading.parallel_loader(
         data.train,
         config.batch_size,
@@ -513,16 +536,16 @@ def main(config: Config) -> dict[str, float]:
         seed=config.seed,
         start=start,
         stop=total_steps,
-        split=config.update_every,  # cuts a batch into micro-batches
+        micro_batches=config.update_every,  # cuts a batch
         update_every=config.update_every,  # yields those of an update together
-        count_rows=count_rows,
+        counts_per_row=counts_per_row,
         collate=partial(collate, architectures.limits(state.model)),
         workers=config.workers,
     )
     # All hosts of a pod agree on a stop signal, about every ten micro-batches.
-    stop_every = max(10 // config.update_every, 1)
+    stop_every = max(10 // config.update_every, 1)  # in updates
     with run.training(loader, stop_every=stop_every):
-        metrics = {}
+        metrics = {}  # of the last evaluation in this start
         if run.evaluation_due:  # the run ended between a checkpoint and its evaluation
             metrics = evaluation(start)
 
@@ -540,11 +563,12 @@ def main(config: Config) -> dict[str, float]:
                     **step_metrics,
                 )
             evaluates = step % config.eval_every == 0 or step == total_steps
-            due = config.save_every > 0 and step % config.save_every == 0
-            run.checkpoint(step, due=due, evaluates=evaluates)
+            is_due = config.save_every > 0 and step % config.save_every == 0
+            run.checkpoint(step, due=is_due, evaluates=evaluates)
             if evaluates:
                 metrics = evaluation(step)
 
+        # ---- the end -----------------------------------------------------------------------------
         run.checkpoints.wait()
         if not metrics:  # the run ended after the last step, before the export
             metrics = evaluate(eval_fn, state, data.eval, config, mesh)

@@ -39,7 +39,7 @@ from errors import InputError
 from models import heads
 from models.resnet import Normalize, decide_head, load_weights, resnet
 from train.common import accumulate, checkpoint, cli, device, files, loading
-from train.common.evaluation import FinishedRun, settings_of_run
+from train.common.evaluation import FinishedRun, resolve_config
 from train.common.mesh import WHOLE, Layout, Mesh
 from train.common.run import Run
 
@@ -48,19 +48,19 @@ from train.common.run import Run
 class Config:
     data: str = ""  # class folders, shards, or saved by HF datasets; URL; HF hub id; "synthetic"
     model: Literal["resnet50", "resnet101", "resnet152", "resnet_tiny"] = "resnet50"  # network
-    weights: str | None = ""  # to fine-tune: safetensors or .pth; for other classes a new head
-    labels: str = ""  # classes in the order of --weights' head: a,b,…; where the file names none
-    label: tuple[str, ...] = ()  # columns of a labels.csv; none: the one that can be meant
+    weights: str | None = ""  # trained: safetensors or .pth; other classes: new head; None: needed
+    labels: str = ""  # of --weights' head: its classes in order, a,b,…; where the file names none
+    label: tuple[str, ...] = ()  # columns of a labels.csv; (): the only one beside file and split
     objective: Literal[targets.OBJECTIVES] = "classes"  # what the labels of a labels.csv are
-    separator: str = ""  # between the labels of a text, in multilabel
+    separator: str = ""  # between the labels of a text, with --objective multilabel
     evaluate: str = ""  # a finished run's folder: nothing is trained, its export is evaluated
-    split: str = ""  # of --data, with --evaluate: train, valid, test; "": the usual one
+    split: str = ""  # of --data, with --evaluate: train, valid, test; "": as in training
     image_size: int = 224  # pixels, square
-    epochs: int | None = 90  # passes over the training data; None: fits their number
-    batch_size: int | None = 1024  # examples per update, over all devices; None: fits the data
+    epochs: int | None = 90  # passes over the training data; None: by the number of images
+    batch_size: int | None = 1024  # examples per update, over all devices; None: likewise
     update_every: int = 1  # gradient-accumulation steps: micro-batches that a batch is cut into
     optimizer: Literal["sgd", "lars"] = "sgd"  # lars (You et al. 2017): for batches above 8,192
-    lr: float | None = 0.1  # peak learning rate per 256 examples: scaled by batch_size / 256
+    lr: float | None = 0.1  # peak learning rate per 256 examples: times batch_size / 256
     warmup_epochs: float | None = 5.0  # linear from 0; None: a tenth of the epochs
     momentum: float = 0.9  # of SGD and LARS
     weight_decay: float = 1e-4  # not on norms and biases
@@ -109,16 +109,17 @@ FINETUNE = Config(
 
 # Fields that a resumed run may change: these do not change the trained weights.
 MAY_CHANGE = ("workers", "log_every", "save_every", "keep", "strict", "layout", "safe_forms")
-# Flags that count beside --evaluate: they change no number beyond rounding.
-EVALUATED_WITH = ("batch_size", "update_every", "skip_broken")
+# Flags that may be given with --evaluate; all others are the run's. They change no number beyond
+# rounding.
+EVALUATE_FLAGS = ("batch_size", "update_every", "skip_broken")
 # The vector memory of a TPU core that one fusion may use. libtpu's default is less, which costs
 # cycles: docs/tpu/findings.md.
 VMEM_KIB = 40_960
-# What `fit` chooses: of the batch, of the epochs and updates of a run, and the rate.
+# Bounds of what `fit` chooses, and its rate.
 SMALLEST_BATCH = 16
 LARGEST_BATCH = 256
-FEWEST_EPOCHS = 10
-FEWEST_UPDATES = 500
+FEWEST_EPOCHS = 10  # of a run
+FEWEST_UPDATES = 500  # of a run
 FINETUNE_LR = 0.03  # at a batch of 256
 SYNTHETIC_CLASSES = 10
 SYNTHETIC_TRAIN = 2048  # images
@@ -128,7 +129,7 @@ SYNTHETIC_EVAL = 500
 class Data(NamedTuple):
     """What a run reads."""
 
-    train: imagenet.Images
+    train: imagenet.Images | None  # None: a finished run is evaluated
     eval: imagenet.Images
 
 
@@ -137,7 +138,7 @@ class State(NamedTuple):
 
     model: nn.Module
     normalize: Normalize
-    optimizer: torch.optim.Optimizer
+    optimizer: torch.optim.Optimizer | None  # None: nothing is trained
 
 
 def learning_rate(config: Config, step: int, steps_per_epoch: int) -> float:
@@ -156,7 +157,10 @@ def learning_rate(config: Config, step: int, steps_per_epoch: int) -> float:
 
 def validate(config: Config) -> Config:
     """Returns the config; raises InputError where flags are missing, out of range or do not fit
-    together."""
+    together.
+
+    Call it before `fit` and after it: a field that is None passes until it is chosen.
+    """
     cli.at_least(config, 1, "epochs", "batch_size", "update_every", "keep")
     cli.at_least(config, 1, "log_every", "save_every", "eval_every")
     cli.at_least(config, 0, "lr", "warmup_epochs", "momentum", "weight_decay")
@@ -198,7 +202,8 @@ def columns_of(config: Config) -> labelled_files.Columns:
 def check_norm_groups(config: Config) -> None:
     """Raises InputError where the images of a micro-batch do not divide into --norm-groups."""
     micro_batch = config.batch_size // config.update_every  # steps_per_epoch refuses a remainder
-    groups = config.norm_groups or 1  # 0 is one group per device, and there is at least one device
+    # 0 is one group per device. How many devices there are is not known yet: `build` checks them.
+    groups = config.norm_groups or 1
     flags = f"--batch-size {config.batch_size}, in --update-every {config.update_every},"
     remedy = "raise the first, or lower the others"
     if micro_batch % groups:
@@ -219,10 +224,13 @@ def fit(config: Config, images: int, devices: int) -> Config:
     alone, and makes at least the 500 updates that the rule has for small sets. That rule has
     batches of 512, which some hundred images do not fill: here the batch grows with their number.
     SGD with a momentum of 0.9 and a cosine are those of Kornblith et al. 2019 (arXiv:1805.08974),
-    and the peak rate at a batch of 256 lies in their grid, 1e-4 to 0.1. It falls with the square
-    root of the batch, not with the batch as for new networks: the few updates of a small set have
-    to move the new head far enough. (240 images of CIFAR-10 on a network trained on its other
-    classes: 60.5 % at 0.1 per 256 images, 56.3 % at 0.03.)
+    and the peak rate at a batch of 256 lies in their grid, 1e-4 to 0.1.
+
+    The rate of an update goes with the square root of the batch. For new networks it goes with the
+    batch; here a batch of 16 gets a quarter of the rate, not a sixteenth, since the few updates of
+    a small set have to move the new head far enough. (240 images of CIFAR-10, in batches of 16, on
+    a network trained on its other classes: 60.5 % with --lr 0.1, near the 0.12 that is chosen;
+    56.3 % with --lr 0.03, which goes with the batch.)
     """
     if config.batch_size is None:
         batch_size = LARGEST_BATCH
@@ -236,8 +244,9 @@ def fit(config: Config, images: int, devices: int) -> Config:
         epochs = math.ceil(FEWEST_UPDATES / updates_per_epoch)
         config = replace(config, epochs=max(epochs, FEWEST_EPOCHS))
     if config.lr is None:
-        # Config.lr is per 256 examples: times the batch, this is the square root.
+        # Config.lr is per 256 examples: times batch / 256, this is FINETUNE_LR sqrt(batch / 256).
         lr = FINETUNE_LR * math.sqrt(256 / config.batch_size)
+        # Two digits, as `explain_fit` says them: with that flag the run is the same.
         config = replace(config, lr=float(f"{lr:.2g}"))
     if config.warmup_epochs is None:
         config = replace(config, warmup_epochs=config.epochs / 10)
@@ -297,27 +306,31 @@ def open_weights(
         InputError: the file cannot be read; or, with --lr 0, which trains nothing, the classes of
             its head are unknown or not the data's.
     """
-    weights, metadata = files.load_model(config.weights)
+    tensors, metadata = files.load_model(config.weights)
     classes = images.classes
     stated = heads.parse_labels(config.labels, classes) if config.labels else ()
-    head = decide_head(weights, metadata, classes, config.weights, stated, config.objective)
+    head = decide_head(tensors, metadata, classes, config.weights, stated, config.objective)
     if config.lr == 0 and head.refusal_at_lr_0:
         raise InputError(head.refusal_at_lr_0)
-    if config.objective == "regression" and head.rows is not None:
-        weights = in_units(weights, metadata, images.scale)
-    return weights, head
+    keeps_head = head.rows is not None
+    if config.objective == "regression" and keeps_head:
+        tensors = convert_head_unit(tensors, metadata, images.scale)
+    return tensors, head
 
 
-def in_units(
-    weights: dict[str, Tensor], metadata: dict[str, str], scale: labelled_files.Scale
+def convert_head_unit(
+    tensors: dict[str, Tensor], metadata: dict[str, str], scale: labelled_files.Scale
 ) -> dict[str, Tensor]:
-    """Returns the weights of an exported regression with a head that predicts in this run's unit,
-    `scale`, what it predicted in that of its own labels."""
+    """Returns the tensors of an exported regression with a head that predicts in this run's unit.
+
+    An output z of the exported head means the label mean + deviation z, by the numbers of its own
+    training; of the head that is returned it means scale.mean + scale.deviation z.
+    """
     mean = float(metadata["label_mean"])
     deviation = float(metadata["label_std"])
-    weight = weights["fc.weight"] * (deviation / scale.deviation)
-    bias = (weights["fc.bias"] * deviation + mean - scale.mean) / scale.deviation
-    return weights | {"fc.weight": weight, "fc.bias": bias}
+    weight = tensors["fc.weight"] * (deviation / scale.deviation)
+    bias = (tensors["fc.bias"] * deviation + mean - scale.mean) / scale.deviation
+    return tensors | {"fc.weight": weight, "fc.bias": bias}
 
 
 def build(config: Config, data: Data, mesh: Mesh) -> State:
@@ -330,6 +343,7 @@ def build(config: Config, data: Data, mesh: Mesh) -> State:
         InputError: --norm-groups does not fit the devices; or see `open_weights`.
     """
     norm_groups = config.norm_groups or mesh.num_devices
+    # `check_norm_groups` has seen the batch, not yet the devices.
     if norm_groups > 1 and norm_groups % mesh.num_devices:
         raise InputError(
             f"--norm-groups is {norm_groups}; "
@@ -338,8 +352,8 @@ def build(config: Config, data: Data, mesh: Mesh) -> State:
 
     model = resnet(config.model, len(data.train.classes), norm_groups=norm_groups)
     if config.weights:
-        weights, head = open_weights(config, data.train)
-        load_weights(model, weights, config.weights, head)
+        tensors, head = open_weights(config, data.train)
+        load_weights(model, tensors, config.weights, head)
         if head.message and mesh.main_process:
             print(head.message, flush=True)
 
@@ -361,7 +375,7 @@ def make_optimizer(config: Config, model: nn.Module) -> torch.optim.Optimizer:
         {"params": decayed, "weight_decay": config.weight_decay},
         {"params": not_decayed, "weight_decay": 0.0},
     ]
-    # XLA has no foreach kernels.
+    # device.set_lr sets the rate before each step: --lr scaled. XLA has no foreach kernels.
     options = {"lr": config.lr, "momentum": config.momentum, "foreach": False}
     if config.optimizer == "lars":
         from timm.optim import Lars
@@ -380,16 +394,14 @@ def compute_logits(state: State, batch: dict[str, Tensor], mesh: Mesh) -> Tensor
 def forward(
     state: State, batch: dict[str, Tensor], config: Config, mesh: Mesh
 ) -> dict[str, Tensor]:
-    """Returns the mean loss over a batch or micro-batch of B examples, of classes also accuracy.
+    """Returns the mean loss over a batch or micro-batch of B examples, with --objective classes
+    also the accuracy. Means, since all micro-batches have equally many examples.
 
     Args:
         batch: "image" [B, H, W, 3] uint8 and "label", see `compute_losses`.
     """
     logits = compute_logits(state, batch, mesh)
     labels = batch["label"]
-
-    # The mean is outside: inside, torch_xla counts the labels of all devices, a collective before
-    # the backward pass.
     loss = compute_losses(logits, labels, config).mean()
     if config.objective != "classes":
         return {"loss": loss}
@@ -398,13 +410,16 @@ def forward(
 
 
 def compute_losses(logits: Tensor, labels: Tensor, config: Config) -> Tensor:
-    """Returns the training loss of each example [B].
+    """Returns the loss of each example [B]; that of classes is label-smoothed, so for training
+    alone.
 
     Args:
         logits: [B, outputs], float32.
         labels: [B], numbers of classes; in multilabel [B, labels], 0 or 1; in a regression [B], in
             units of the labels' standard deviation (data/labelled_files.py says why).
     """
+    # Not reduction="mean": for that torch_xla counts the labels of all devices, a collective before
+    # the backward pass.
     if config.objective == "multilabel":
         losses = F.binary_cross_entropy_with_logits(logits, labels, reduction="none")
         return losses.mean(1)
@@ -425,7 +440,8 @@ def train_step(
 
 
 def update(state: State, config: Config) -> dict[str, Tensor]:
-    """Updates the parameters from their gradients; has no metrics of its own."""
+    """Updates the parameters from their gradients; returns the metrics of this, which
+    `AccumulatedStep` adds to those of `forward`: there are none."""
     state.optimizer.step()
     return {}
 
@@ -433,12 +449,13 @@ def update(state: State, config: Config) -> dict[str, Tensor]:
 def eval_step(
     state: State, batch: dict[str, Tensor], config: Config, mesh: Mesh
 ) -> dict[str, Tensor]:
-    """Returns of classes the sums of `sum_classes`; else the logits [B, outputs] of a batch and,
-    as "known" [B], 0 for images that could not be decoded: on all devices, and so on all hosts."""
+    """Returns what an evaluation needs of the whole batch: for classes the sums of `class_sums`;
+    for other objectives "logits" [B, outputs] and "known" [B], 0 for an image that could not be
+    decoded, both replicated: every host can read all of them."""
     with torch.no_grad():
         logits = compute_logits(state, batch, mesh)
     if config.objective == "classes":
-        return sum_classes(logits, batch)
+        return class_sums(logits, batch)
 
     outputs = {"logits": logits, "known": is_known(batch["label"]).float()}
     for output in outputs.values():
@@ -449,14 +466,14 @@ def eval_step(
 def is_known(labels: Tensor) -> Tensor:
     """Returns whether each label [B] or [B, labels] of an evaluation is of an image that could be
     decoded, [B]."""
-    if labels.is_floating_point():
+    if labels.is_floating_point():  # UNKNOWN is -1e30, far below every label
         return labels.reshape(len(labels), -1)[:, 0] > imagenet.ListedImages.UNKNOWN / 2
     return labels >= 0
 
 
-def sum_classes(logits: Tensor, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Returns sums over the examples of a batch, without padding (mask 0) and images that could not
-    be decoded (label -1)."""
+def class_sums(logits: Tensor, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Returns sums over the examples of a batch that count: "loss", "top1" and "top5", and "count",
+    their number. Padding (mask 0) and images that could not be decoded (label -1) do not count."""
     is_counted = batch["mask"] * is_known(batch["label"])
     label = batch["label"].clamp(min=0)
     label_logit = logits.gather(1, label[:, None])
@@ -466,8 +483,8 @@ def sum_classes(logits: Tensor, batch: dict[str, Tensor]) -> dict[str, Tensor]:
     classes = torch.arange(logits.shape[1], device=logits.device)
     ties_ahead = (logits == label_logit) & (classes < label[:, None])
     rank = ((logits > label_logit) | ties_ahead).sum(1)
-    # No logit is larger than NaN, so it would rank first: put it behind the top 5, also where there
-    # are fewer than 5 classes.
+    # No logit is larger than NaN, so a right class whose logit is NaN would rank first: put it
+    # behind the top 5, also where there are fewer than 5 classes.
     rank = torch.where(label_logit.isnan()[:, 0], logits.shape[1] + 5, rank)
 
     loss = F.cross_entropy(logits, label, reduction="none")
@@ -487,7 +504,7 @@ def check_evaluation(data: Data, config: Config, mesh: Mesh) -> None:
         data.eval,
         config.batch_size,
         mesh,
-        split=config.update_every,  # micro-batches, as in training
+        micro_batches=config.update_every,  # of each batch, as in training
         workers=config.workers,
     )
     decoded = 0
@@ -519,8 +536,8 @@ def check_evaluation(data: Data, config: Config, mesh: Mesh) -> None:
 def evaluate(
     eval_fn: Callable, state: State, images: loading.Dataset, config: Config, mesh: Mesh
 ) -> dict[str, float]:
-    """Returns the mean loss over every image once, with top-1 and top-5 accuracy of classes, else
-    with the metrics of the objective (data/targets.py).
+    """Returns the mean loss over every image once, and top-1 and top-5 accuracy of classes, or the
+    metrics of another objective (data/targets.py).
 
     Args:
         eval_fn: the compiled eval_step.
@@ -531,19 +548,47 @@ def evaluate(
         config.batch_size,
         mesh,
         train=False,
-        split=config.update_every,  # micro-batches, as in training
+        micro_batches=config.update_every,  # of each batch, as in training
         workers=config.workers,
     )
     with loader:
         outputs = [eval_fn(state, batch, config, mesh) for batch in loader]
         if config.objective == "classes":
-            totals = device.fetch_sums(outputs)
-            count = totals["count"]
+            metrics = class_metrics(outputs, images, config, mesh)
         else:
-            logits, known = read_outputs(outputs, len(images))
-            count = known.sum()
+            metrics = output_metrics(outputs, images, config, mesh)
     state.model.train()
+    return metrics
 
+
+def class_metrics(
+    outputs: list[dict[str, Tensor]], images: loading.Dataset, config: Config, mesh: Mesh
+) -> dict[str, float]:
+    """Returns the metrics of classes, from what `eval_step` has returned for all batches."""
+    totals = device.fetch_sums(outputs)
+    count = totals["count"]
+    report_undecoded(count, images, config, mesh)
+    return {name: totals[name] / count for name in ("top1", "top5", "loss")}
+
+
+def output_metrics(
+    outputs: list[dict[str, Tensor]], images: imagenet.ListedImages, config: Config, mesh: Mesh
+) -> dict[str, float]:
+    """Returns the metrics of multilabel or a regression, from what `eval_step` has returned for all
+    batches."""
+    logits, known = read_outputs(outputs, len(images))
+    report_undecoded(known.sum(), images, config, mesh)
+    return score(logits[known], images.labels[known], images, config)
+
+
+def report_undecoded(count: float, images: loading.Dataset, config: Config, mesh: Mesh) -> None:
+    """Says how many images could not be decoded, if any.
+
+    Args:
+        count: of the images that could be.
+    Raises:
+        InputError: it is 0.
+    """
     if not count:
         raise InputError(f"no image of the evaluation split of {config.data} can be decoded")
     if count < len(images) and mesh.main_process:
@@ -551,9 +596,6 @@ def evaluate(
             f"evaluated {count:.0f} of {len(images)} images: the others cannot be decoded",
             flush=True,
         )
-    if config.objective == "classes":
-        return {name: totals[name] / count for name in ("top1", "top5", "loss")}
-    return score(logits[known], images.labels[known], images, config)
 
 
 def read_outputs(outputs: list[dict[str, Tensor]], examples: int) -> tuple[np.ndarray, np.ndarray]:
@@ -588,7 +630,8 @@ def export(folder: str, state: State, data: Data, config: Config, mesh: Mesh) ->
     # program, so the parameters are fetched as they are, and a model on the host converts them.
     tensors = dict(state.model.named_parameters())
     tensors |= dict(state.model.named_buffers())
-    weights = checkpoint.to_host(tensors, mesh.layers, mesh.main_process)
+    # All hosts call it; the main one gets the weights.
+    weights = checkpoint.to_host(tensors, layers=mesh.layers, is_needed=mesh.main_process)
     if not mesh.main_process:
         return
 
@@ -608,7 +651,7 @@ def export(folder: str, state: State, data: Data, config: Config, mesh: Mesh) ->
 
 def open_export(config: Config, run: FinishedRun) -> tuple[nn.Module, imagenet.Learned]:
     """Returns the network of a run's export, on the host, and what it tells."""
-    path = f"{run.export()}/model.safetensors"
+    path = f"{run.local_export()}/model.safetensors"
     weights, metadata = files.load_with_metadata(path)
     names = tuple(json.loads(metadata["classes"]))
     scale = labelled_files.Scale()
@@ -632,10 +675,11 @@ def open_evaluation(config: Config, run: FinishedRun, learned: imagenet.Learned)
             )
         return _synthetic(config, "eval", SYNTHETIC_EVAL)
 
+    is_own = run.owns(config.data)
     return imagenet.open_evaluation(
         config.data,
         split,
-        run.owns(config.data),
+        is_own,
         config.image_size,
         config.skip_broken,
         columns_of(config),
@@ -648,7 +692,7 @@ def evaluate_run(config: Config, mesh: Mesh) -> dict[str, float]:
     run = FinishedRun(config.evaluate)
     model, learned = open_export(config, run)
     images = open_evaluation(config, run, learned)
-    check_evaluation(Data(train=images, eval=images), config, mesh)
+    check_evaluation(Data(train=None, eval=images), config, mesh)
     run.announce(mesh, config.data, f"{len(images):,} images", images)
 
     normalize = Normalize(imagenet.IMAGENET_MEAN, imagenet.IMAGENET_STD)
@@ -658,20 +702,26 @@ def evaluate_run(config: Config, mesh: Mesh) -> dict[str, float]:
     return run.record(config, mesh, len(images), metrics)
 
 
-def contents(images: imagenet.Images, config: Config) -> str:
-    """Returns what a run is trained on, for its first line."""
-    labels = {
-        "classes": f"of {len(images.classes)} classes",
-        "multilabel": f"with {len(images.classes)} labels",
-        "regression": f"with a number, {images.classes[0]}",
+def headline(config: Config, data: Data, steps_per_epoch: int) -> str:
+    """Returns what a run says first."""
+    classes = data.train.classes
+    labels_of = {
+        "classes": f"of {len(classes)} classes",
+        "multilabel": f"with {len(classes)} labels",
+        "regression": f"with a number, {classes[0]}",
     }
-    return f"{len(images)} images {labels[config.objective]}"
+    sources = splits.said(data.train, data.eval)
+    return (
+        f"{config.model} on {config.data}: "
+        f"{len(data.train)} images {labels_of[config.objective]}, "
+        f"{config.epochs} epochs of {steps_per_epoch} steps of {config.batch_size}{sources}"
+    )
 
 
 def main(config: Config) -> dict[str, float]:
     """Trains, evaluates and exports, or evaluates a finished run; returns the final metrics of the
-    evaluation split: of classes top1, top5 and loss."""
-    config = validate(settings_of_run(config, EVALUATED_WITH, MAY_CHANGE))
+    evaluation split: loss, and for classes top1 and top5."""
+    config = validate(resolve_config(config, EVALUATE_FLAGS))
     mesh = device.setup(
         config.seed,
         config.precision,
@@ -683,10 +733,13 @@ def main(config: Config) -> dict[str, float]:
     )
     if config.evaluate:
         return evaluate_run(config, mesh)
+
+    # ---- the data --------------------------------------------------------------------------------
     data = open_data(config)
     images = len(data.train)
     given = config
-    config = validate(fit(given, images, mesh.num_devices))
+    config = fit(given, images, mesh.num_devices)  # chooses what is None
+    config = validate(config)  # what it has chosen may not fit the other flags
     steps_per_epoch = loading.steps_per_epoch(
         data.train,
         config.batch_size,
@@ -695,19 +748,15 @@ def main(config: Config) -> dict[str, float]:
         hint="; the preset finetune chooses one, and starts from --weights",
     )
     total_steps = config.epochs * steps_per_epoch
-
-    kind = "synthetic" if config.data == "synthetic" else "images"
-    sources = splits.said(*data)
-    headline = (
-        f"{config.model} on {config.data}: {contents(data.train, config)}, "
-        f"{config.epochs} epochs of {steps_per_epoch} steps of {config.batch_size}{sources}"
-    )
     check_evaluation(data, config, mesh)
+
+    # ---- the run's folder ------------------------------------------------------------------------
+    kind = "synthetic" if config.data == "synthetic" else "images"
     run = Run(
         config,
         mesh,
         name=f"{config.model}-{kind}",
-        headline=headline,
+        headline=headline(config, data, steps_per_epoch),
         may_differ=MAY_CHANGE,
         sources=splits.sources_of(*data),
         total_steps=total_steps,
@@ -718,6 +767,7 @@ def main(config: Config) -> dict[str, float]:
         if line:
             run.message(line)
 
+    # ---- the model and its steps -----------------------------------------------------------------
     state = build(config, data, mesh)
     start = run.resume(state.model, state.optimizer, examples=images, keep=config.keep)
     if config.update_every > 1:
@@ -735,6 +785,7 @@ def main(config: Config) -> dict[str, float]:
         run.evaluation(step, **metrics)
         return metrics
 
+    # ---- the loop --------------------------------------------------------------------------------
     loader = loading.parallel_loader(
         data.train,
         config.batch_size,
@@ -743,15 +794,15 @@ def main(config: Config) -> dict[str, float]:
         seed=config.seed,
         start=start,
         stop=total_steps,
-        split=config.update_every,  # cuts a batch into micro-batches
+        micro_batches=config.update_every,  # cuts a batch
         update_every=config.update_every,  # yields those of an update together
         workers=config.workers,
     )
     eval_every = config.eval_every * steps_per_epoch
     # All hosts of a pod agree on a stop signal, about every ten micro-batches.
-    stop_every = max(10 // config.update_every, 1)
+    stop_every = max(10 // config.update_every, 1)  # in updates
     with run.training(loader, stop_every=stop_every):
-        metrics = {}
+        metrics = {}  # of the last evaluation in this start
         if run.evaluation_due:  # the run ended between a checkpoint and its evaluation
             metrics = evaluation(start)
 
@@ -773,6 +824,7 @@ def main(config: Config) -> dict[str, float]:
             if evaluates:
                 metrics = evaluation(step)
 
+        # ---- the end -----------------------------------------------------------------------------
         run.checkpoints.wait()
         if not metrics:  # the run ended after the last step, before the export
             metrics = evaluate(eval_fn, state, data.eval, config, mesh)

@@ -42,7 +42,7 @@ from models.transformer import ARCHITECTURES, Transformer, label_smoothed_loss
 from models.transformer import rules as partition_rules
 from train import translate
 from train.common import accumulate, checkpoint, cli, device, files, loading
-from train.common.evaluation import FinishedRun, settings_of_run
+from train.common.evaluation import FinishedRun, resolve_config
 from train.common.mesh import WHOLE, Layout, Mesh
 from train.common.run import Run
 
@@ -52,14 +52,14 @@ class Config:
     data: str = ""  # folder or URL that `make data` or fairseq-preprocess made, or "synthetic"
     arch: Literal[tuple(ARCHITECTURES)] = "transformer_wmt_en_de"  # sizes by fairseq's name
     evaluate: str = ""  # a finished run's folder: nothing is trained, its export is evaluated
-    split: str = ""  # of --data, with --evaluate: train, valid, test; "": the usual one
+    split: str = ""  # of --data, with --evaluate: train, valid, test; "": as in training
     share_embeddings: Literal["all", "decoder", "none"] = "all"  # all: one joint dictionary
     dropout: float = 0.1  # of embeddings and of each sub-layer's output
     weights: str = ""  # checkpoint of fairseq or of an export; it must fit arch and dictionaries
     lengths: tuple[int, ...] = ()  # tokens of a sentence, a compiled shape each; (): from the data
     batch_tokens: int = 26_624  # per batch and side; a batch of length L has batch_tokens / L rows
     pack: bool = True  # several pairs per row, of the longest length; else one, a shape per length
-    update_every: int = 1  # gradient-accumulation steps: batches per update
+    update_every: int = 1  # gradient-accumulation steps: whole batches per update; none is cut
     updates: int = 100_000  # updates of the weights
     lr: float = 7e-4  # peak learning rate
     warmup_updates: int = 4000  # linear; then with the inverse square root of the update
@@ -76,7 +76,7 @@ class Config:
     log_every: int = 100  # updates between lines of metrics
     eval_every: int = 5000  # updates between evaluations
     save_every: int = 1500  # updates between checkpoints; there is one at each evaluation, too
-    keep: int = 5  # checkpoints of save_every that stay; the mean of their weights is exported
+    keep: int = 5  # checkpoints of save_every, and the last, that stay; their mean is exported
     runs: str = "runs"  # folder or URL (gs://bucket/runs) of all runs
     name: str = ""  # folder of this run below it; "": chosen
     strict: bool = True  # a recompilation or a host fall-back stops the run
@@ -113,14 +113,15 @@ TINY = Config(
 # Fields that a resumed run may change: these do not change the trained weights. save_every and keep
 # do: they choose the checkpoints whose mean is exported.
 MAY_CHANGE = ("workers", "log_every", "strict", "layout", "safe_forms")
-# Flags that count beside --evaluate: memory, and how sentences are translated and scored.
-EVALUATED_WITH = ("batch_tokens", "beam", "length_penalty", "bleu_tokenizer")
+# Flags that may be given with --evaluate; all others are the run's. Of memory, and of how sentences
+# are translated and scored.
+EVALUATE_FLAGS = ("batch_tokens", "beam", "length_penalty", "bleu_tokenizer")
 # The vector memory of a TPU core that one fusion may use: v6e's default, set on other TPUs, too,
 # whose default is less (docs/tpu/findings.md).
 VMEM_KIB = 32_768
-# v6e. The two products that take the gradient of the logits read it from memory there. On other
-# TPUs each computes it again. That is 9 % fewer cycles on v6e, and would be more on the others
-# (docs/tpu/findings.md).
+# v6e. The two products that take the gradient of the logits read it from memory there; on other
+# TPUs each computes it again. Storing it takes 9 % fewer cycles on v6e than computing it twice, and
+# more cycles on the others (docs/tpu/findings.md).
 LOGIT_GRADIENT_STORED_ON = "TPU v6 lite"
 ADAM = {"betas": (0.9, 0.98), "eps": 1e-8}  # as in fairseq's recipes
 WARMUP_INIT_LR = 1e-7  # likewise
@@ -138,7 +139,7 @@ class State(NamedTuple):
     """What a step works on."""
 
     model: nn.Module
-    optimizer: torch.optim.Optimizer
+    optimizer: torch.optim.Optimizer | None  # None: nothing is trained
 
 
 def learning_rate(config: Config, step: int) -> float:
@@ -190,13 +191,14 @@ def _open_evaluated(config: Config) -> dict[str, wmt.TranslationPairs]:
     return evaluated
 
 
-def check_dictionaries(config: Config, data: Data) -> list[str]:
+def compare_dictionaries(config: Config, data: Data) -> list[str]:
     """Compares the dictionaries beside --weights, as an export has them, with those of the data.
 
     A dictionary of the same size may have other words, or the same in another order.
 
     Returns:
-        The names of the dictionaries that are not beside --weights.
+        The names of the dictionaries that are not beside --weights: what that means, the caller
+        decides.
     Raises:
         InputError: one differs.
     """
@@ -240,7 +242,7 @@ def build(config: Config, data: Data, mesh: Mesh) -> State:
             model or the dictionaries.
     """
     model = make_model(config, data, mesh)
-    # XLA has no foreach kernels.
+    # device.set_lr sets the rate before each step. XLA has no foreach kernels.
     optimizer = torch.optim.Adam(model.parameters(), config.lr, foreach=False, **ADAM)
     device.init_optimizer_state(optimizer, mesh)
     return State(model, optimizer)
@@ -248,8 +250,8 @@ def build(config: Config, data: Data, mesh: Mesh) -> State:
 
 def make_model(config: Config, data: Data, mesh: Mesh) -> Transformer:
     """Makes the model on the device, with --weights if they are given; raises what `build` does."""
-    # For the whole process: how layers are written. Clamped attention weights compile to faster
-    # programs, but some versions of the TPU's compiler crash on them (docs/tpu.md).
+    # Chooses, for the whole process, how the layers compute attention. Clamped weights compile to
+    # faster programs, but some versions of the TPU's compiler crash on them (docs/tpu.md).
     layers.use_forms(clamp_weights=not mesh.safe_forms)
     source = data.train.source_dictionary
     target = data.train.target_dictionary
@@ -268,7 +270,7 @@ def make_model(config: Config, data: Data, mesh: Mesh) -> Transformer:
     if config.weights:
         _, weights = fairseq.read_checkpoint(files.read_file(config.weights), config.weights)
         fairseq.load_weights(model, weights, config.weights)
-        not_found = check_dictionaries(config, data)
+        not_found = compare_dictionaries(config, data)
         if not_found and mesh.main_process:
             print(
                 f"there is no {' nor '.join(not_found)} beside --weights {config.weights}: "
@@ -283,6 +285,8 @@ def forward(
 ) -> dict[str, Tensor]:
     """Returns sums over the target tokens of a batch or micro-batch of B rows: "loss", which is
     label-smoothed, "nll", which is not, and "tokens", their number.
+
+    Sums, since micro-batches have unequal numbers of tokens: who calls it divides by "tokens".
 
     Args:
         batch: "source" [B, S], "previous" and "target" [B, T]; and "source_segment" [B, S] and
@@ -319,7 +323,8 @@ def train_step(
 
 
 def update(state: State, config: Config) -> dict[str, Tensor]:
-    """Updates the parameters from their gradients; has no metrics of its own."""
+    """Updates the parameters from their gradients; returns the metrics of this, which
+    `AccumulatedStep` adds to those of `forward`: there are none."""
     state.optimizer.step()
     return {}
 
@@ -356,7 +361,7 @@ def evaluate(
     eval_fn: Callable,
     translator: translate.Translator,
     state: State,
-    sets: dict[str, wmt.TranslationPairs],
+    pairs_of_split: dict[str, wmt.TranslationPairs],
     config: Config,
     mesh: Mesh,
 ) -> dict[str, float]:
@@ -365,10 +370,11 @@ def evaluate(
 
     Args:
         eval_fn: the compiled eval_step.
+        pairs_of_split: one split or more of `Data.eval`.
     """
     metrics = {}
     state.model.eval()
-    for split, pairs in sets.items():
+    for split, pairs in pairs_of_split.items():
         plan = eval_plan(pairs, config, mesh)
         loader = loading.parallel_loader(pairs, plan, mesh, train=False, workers=config.workers)
         with loader:
@@ -407,10 +413,10 @@ def average_checkpoints(
     Raises:
         InputError: one of them is damaged, or the hosts of a pod see different ones.
     """
-    device.over_hosts(mesh, 0)  # all hosts wait: the main process has now written the last one
+    device.wait_for_hosts(mesh)  # the main process has now written the last one
     known = checkpoints.complete_steps()
-    regular = [step for step in known if step % checkpoints.every == 0]
-    candidates = sorted({*regular, known[-1]})
+    last = known[-1]
+    candidates = [step for step in known if step % checkpoints.every == 0 or step == last]
     steps = candidates[-checkpoints.keep :]
     device.same_on_all_hosts(
         mesh, "the checkpoints to average (the sum of their steps)", sum(steps)
@@ -444,7 +450,10 @@ def average_checkpoints(
 def export(folder: str, state: State, data: Data, config: Config, mesh: Mesh) -> None:
     """Writes model.pt, which fairseq and `make translate` load, with dictionaries and tokenizer
     beside it."""
-    weights = checkpoint.to_host(state.model.state_dict(), mesh.layers, mesh.main_process)
+    # All hosts call it; the main one gets the weights.
+    weights = checkpoint.to_host(
+        state.model.state_dict(), layers=mesh.layers, is_needed=mesh.main_process
+    )
     if not mesh.main_process:
         return
 
@@ -483,8 +492,9 @@ def open_evaluation(config: Config) -> Data:
     else:
         evaluated = _open_evaluated(config)
 
+    # Nothing is trained: `compare_dictionaries` and `make_model` take the dictionaries of `train`.
     data = Data(train=next(iter(evaluated.values())), eval=evaluated)
-    not_found = check_dictionaries(config, data)
+    not_found = compare_dictionaries(config, data)
     if not_found:
         raise InputError(
             f"{config.evaluate} has no {' nor '.join(not_found)} in its export, which "
@@ -496,6 +506,8 @@ def open_evaluation(config: Config) -> Data:
 def evaluate_run(config: Config, mesh: Mesh) -> dict[str, float]:
     """Evaluates the run --evaluate by its export; returns the metrics, as `main` does."""
     run = FinishedRun(config.evaluate)
+    # The export as --weights. `record` gets the config without them: it writes what the flags have
+    # changed.
     exported = replace(config, weights=f"{run.path}/export/model.pt")
     data = open_evaluation(exported)
     check_evaluation(data, config, mesh)
@@ -536,7 +548,7 @@ def headline(
 def main(config: Config) -> dict[str, float]:
     """Trains, averages the last checkpoints, evaluates, exports, or evaluates a finished run;
     returns bleu, loss and ppl, and test_bleu, …."""
-    config = validate(settings_of_run(config, EVALUATED_WITH, MAY_CHANGE))
+    config = validate(resolve_config(config, EVALUATE_FLAGS))
     mesh = device.setup(
         config.seed,
         config.precision,
@@ -548,16 +560,19 @@ def main(config: Config) -> dict[str, float]:
     )
     if config.evaluate:
         return evaluate_run(config, mesh)
+
+    # ---- the data --------------------------------------------------------------------------------
     data = open_data(config)
     plan = translate.training_plan(data.train, config, mesh.num_devices)
     total_steps = config.updates
     batches_per_epoch = loading.steps_per_epoch(data.train, plan, mesh)
     target_tokens = int(data.train.lengths[:, 1].sum())  # of an epoch, without padding
     tokens_per_update = config.update_every * target_tokens // batches_per_epoch
+    check_evaluation(data, config, mesh)
 
+    # ---- the run's folder ------------------------------------------------------------------------
     languages = data.train.source_language + data.train.target_language
     kind = "synthetic" if config.data == "synthetic" else languages
-    check_evaluation(data, config, mesh)
     run = Run(
         config,
         mesh,
@@ -571,6 +586,7 @@ def main(config: Config) -> dict[str, float]:
     if run.finished:
         return run.print_summary()
 
+    # ---- the model and its steps -----------------------------------------------------------------
     state = build(config, data, mesh)
     start = run.resume(
         state.model,
@@ -579,13 +595,13 @@ def main(config: Config) -> dict[str, float]:
         keep=config.keep,
         every=config.save_every,
     )
-    shapes = len(plan.shapes)
+    max_graphs = len(plan.shapes)
     if config.update_every > 1:
         train_fn = accumulate.AccumulatedStep(
-            forward, update, state, ("loss", "nll"), mesh, per="tokens", max_graphs=shapes
+            forward, update, state, ("loss", "nll"), mesh, per="tokens", max_graphs=max_graphs
         )
     else:
-        train_fn = accumulate.SeededStep(train_step, mesh, max_graphs=shapes)
+        train_fn = accumulate.SeededStep(train_step, mesh, max_graphs=max_graphs)
     eval_fn = device.compiled(eval_step, mesh, max_graphs=translate.MAX_SHAPES)
     translator = translate.Translator(state.model, mesh, config)
     state.model.train()
@@ -597,6 +613,7 @@ def main(config: Config) -> dict[str, float]:
             metrics = evaluate(eval_fn, translator, state, valid, config, mesh)
         run.evaluation(step, **metrics)
 
+    # ---- the loop --------------------------------------------------------------------------------
     # A batch of the plan is a micro-batch here: an update has --update-every whole ones, so start
     # and stop count micro-batches.
     loader = loading.parallel_loader(
@@ -611,7 +628,7 @@ def main(config: Config) -> dict[str, float]:
         workers=config.workers,
     )
     # All hosts of a pod agree on a stop signal, about every ten micro-batches.
-    stop_every = max(10 // config.update_every, 1)
+    stop_every = max(10 // config.update_every, 1)  # in updates
     with run.training(loader, stop_every=stop_every):
         if run.evaluation_due:  # the run ended between a checkpoint and its evaluation
             evaluation(start)
@@ -634,6 +651,7 @@ def main(config: Config) -> dict[str, float]:
             if evaluates:
                 evaluation(step)
 
+        # ---- the end -----------------------------------------------------------------------------
         run.checkpoints.wait()
         averaged = average_checkpoints(run.checkpoints, state.model, mesh)
         run.message(f"the mean of the checkpoints of updates {averaged}:")

@@ -14,7 +14,7 @@ unequal numbers, `forward` does not divide it by the number of its own micro-bat
 * One loss, over tokens for example: `forward` returns the sum of the loss and, under the name that
   `per` gives, the number of tokens. The update divides by the number of all its micro-batches.
 * Several losses, each over something else: `forward` divides each by its count of the whole update,
-  which each micro-batch comes with, see `count_rows` of `loading.parallel_loader`.
+  which each micro-batch comes with, see `counts_per_row` of `loading.parallel_loader`.
 
 Both steps draw what is random in a micro-batch (dropout) by config.seed and its number, so that a
 resumed run draws the same.

@@ -415,6 +415,11 @@ def over_hosts(mesh: Mesh, value: int) -> OverHosts:
     return OverHosts(int(low), int(high), int(total) // devices_per_host)
 
 
+def wait_for_hosts(mesh: Mesh) -> None:
+    """Returns when all hosts of a pod have called it."""
+    over_hosts(mesh, 0)
+
+
 def same_on_all_hosts(mesh: Mesh, name: str, value: int) -> None:
     """Checks that every host of a pod has the same number, such as the step to resume from.
 

@@ -1,7 +1,7 @@
 """Evaluates a finished run again, on its own data or on other data: --evaluate runs/x.
 
     def main(config):
-        config = validate(settings_of_run(config, FLAGS, MAY_CHANGE))    # those of the run
+        config = validate(resolve_config(config, EVALUATE_FLAGS))    # with --evaluate: the run's
         mesh = device.setup(…)
         if config.evaluate:
             return evaluate_run(config, mesh)    # its metrics, by what its export has
@@ -11,7 +11,7 @@ is a file in runs/x/evaluations, beside those of other evaluations. A script's C
 for it:
 
     evaluate    the folder or URL of the run; "": trains
-    split       of the data, to evaluate on: train, valid or test; "": the usual one
+    split       of the data, to evaluate on: train, valid or test; "": as in training
 """
 
 import json
@@ -30,7 +30,7 @@ from train.common.metrics import finite, format_number
 from train.common.run_folder import now, start_record, to_json
 
 FIELDS = ("evaluate", "split")  # of a Config; a training has their defaults
-# Flags that count beside --evaluate in every script: what is evaluated, and where it is computed.
+# Flags that every script may be given with --evaluate: what is evaluated, and where it is computed.
 FLAGS = (*FIELDS, "data", "device", "workers", "strict", "safe_forms")
 FLAGS += tuple(field.name for field in fields(Layout))
 FOLDER = "evaluations"  # in the folder of a run
@@ -38,13 +38,15 @@ OF_TIME = ("evaluated_at", "time", "command")  # in the file of an evaluation
 USUAL = "usual"  # the split of an evaluation without --split, in the name of its file
 
 
-def settings_of_run(config: Any, flags: Sequence[str] = (), older: Sequence[str] = ()) -> Any:
-    """Returns the config itself where a run is to be trained. With --evaluate that of its run,
-    changed by the flags that count in an evaluation.
+def resolve_config(
+    config: Any, flags: Sequence[str] = (), removed_fields: Sequence[str] = ()
+) -> Any:
+    """Returns the config that `main` works with: for a training the given one itself; with
+    --evaluate that of its run, changed by the flags that may be given with --evaluate.
 
     Args:
-        flags: of the script, which count beside FLAGS.
-        older: fields that config.json of an old run may have, and that Config has no more.
+        flags: of the script, that may be given with --evaluate beside FLAGS.
+        removed_fields: that config.json of an old run may have, and that Config has no more.
     Raises:
         InputError: --split without --evaluate; there is no such run, or it is not finished; a flag
             is given with another value than the run's.
@@ -58,13 +60,14 @@ def settings_of_run(config: Any, flags: Sequence[str] = (), older: Sequence[str]
         return config
 
     run = FinishedRun(config.evaluate)
-    own = run.config(type(config), older)
+    own = run.config(type(config), removed_fields)
     own_values = cli.flat(own)
     values = cli.flat(config)
     changes = {}
+    # Given on the command line; or, by a caller in Python, with another value than the default.
     for name in sorted(cli.given(config) - {"evaluate"}):
         flag = f"--{name.replace('_', '-')}"
-        if name not in values:
+        if name not in values:  # a flag of train/common/watch
             raise InputError(f"{flag} is for a training, and --evaluate trains nothing: drop it")
         if name in FLAGS or name in flags:
             changes[name] = values[name]
@@ -99,7 +102,7 @@ class FinishedRun:
     """
 
     def __init__(self, path: str):
-        self._source = ""
+        self._source = ""  # what is evaluated: `announce` sets it, `record` writes it
         self.path = os.path.expanduser(path.removeprefix("file://")).rstrip("/")
         content = self._read("config.json")
         if not isinstance(content, dict) or not isinstance(content.get("config"), dict):
@@ -113,28 +116,28 @@ class FinishedRun:
                 f"{path} is not finished, so it has no export to evaluate; the command that "
                 f"started it resumes it to its end: {_last_command(content)}"
             )
-        if not files.exists(self._export):
+        self._export_url = f"{self.path}/export"
+        if not files.exists(self._export_url):
             raise InputError(
                 f"{path} has no export, which its last step wrote; copy the whole folder of the run"
             )
 
-    @property
-    def _export(self) -> str:
-        return f"{self.path}/export"
-
-    def export(self) -> str:
+    def local_export(self) -> str:
         """Returns a local path of the run's export; one at a URL is copied."""
-        return files.local_folder(self._export)
+        return files.local_folder(self._export_url)
 
-    def config(self, kind: type, older: Sequence[str] = ()) -> Any:
+    def config(self, kind: type, removed_fields: Sequence[str] = ()) -> Any:
         """Returns the run's config as a dataclass `kind`, with `evaluate` set.
 
         A field that an older version did not have is the default. Raises InputError for a run of
         another script.
+
+        Args:
+            removed_fields: see `resolve_config`.
         """
         defaults = kind()
         known = {field.name for field in fields(kind)}
-        unknown = sorted(self.stored.keys() - known - set(older))
+        unknown = sorted(self.stored.keys() - known - set(removed_fields))
         if unknown:
             raise InputError(
                 f"{self.path} was trained with {', '.join(unknown[:5])}, which this script does "
@@ -147,7 +150,7 @@ class FinishedRun:
         return _place(data) == _place(self.stored.get("data", ""))
 
     def announce(self, mesh: Mesh, data: str, what: str, *datasets: Any) -> None:
-        """Prints the first line: what is evaluated, on which devices.
+        """Prints the first line: what is evaluated, on which devices. Call it before `record`.
 
         Args:
             datasets: what is read of the data. The line has the `source` of those that have one;
@@ -171,7 +174,7 @@ class FinishedRun:
         """Prints the metrics and writes them into a file of the run; returns them.
 
         Args:
-            config: see `settings_of_run`.
+            config: see `resolve_config`.
             examples: how many were evaluated.
         """
         if not mesh.main_process:
@@ -198,7 +201,8 @@ class FinishedRun:
 
     def _changes(self, config: Any) -> dict[str, Any]:
         """Returns what the flags have changed of the run's own settings."""
-        own = cli.flat(self.config(type(config), older=tuple(self.stored)))
+        # Whatever fields the run has: `resolve_config` has checked them.
+        own = cli.flat(self.config(type(config), removed_fields=tuple(self.stored)))
         changes = {}
         for name, value in cli.flat(config).items():
             if name not in (*FIELDS, "data") and value != own[name]:
@@ -260,7 +264,7 @@ def _restored(defaults: Any, stored: dict[str, Any]) -> Any:
 
 
 def _place(data: str) -> str:
-    """Returns what two names of the same data have in common."""
+    """Returns one name for the same data: of a local path the real path."""
     if "://" in data or not os.path.exists(os.path.expanduser(data)):
         return data.rstrip("/")
     return os.path.realpath(os.path.expanduser(data))

@@ -133,9 +133,9 @@ class Loader(AbstractContextManager, Iterator):
         data_loader: makes host batches, or micro-batches, in order; its data set is a BatchMaker.
         update_every: micro-batches of an update; None: it yields single batches.
         first: number of the first micro-batch, counted from 1 since the training began.
-        split: micro-batches that each batch is cut into. With `count_rows` all of them get the
+        micro_batches: into which each batch is cut. With `counts_per_row` all of them get the
             counts of their batch.
-        count_rows: see `parallel_loader`.
+        counts_per_row: see `parallel_loader`.
     """
 
     def __init__(
@@ -144,8 +144,8 @@ class Loader(AbstractContextManager, Iterator):
         mesh: Mesh,
         update_every: int | None = None,
         first: int = 1,
-        split: int = 1,
-        count_rows: Callable | None = None,
+        micro_batches: int = 1,
+        counts_per_row: Callable | None = None,
     ):
         self.skipped = 0
         self._mesh = mesh
@@ -153,8 +153,8 @@ class Loader(AbstractContextManager, Iterator):
         self._update_every = update_every
         self._first = first
         self._update: MicroBatches | None = None  # the last that was yielded
-        self._split = split
-        self._count_rows = count_rows
+        self._micro_batches = micro_batches
+        self._counts_per_row = counts_per_row
         self._incomplete: list[dict[str, Tensor]] = []  # the micro-batches read of the next batch
         self._counted = collections.deque()  # micro-batches that have the counts of their batch
         self._waited = 0.0  # seconds
@@ -217,7 +217,7 @@ class Loader(AbstractContextManager, Iterator):
 
     def _load(self) -> dict[str, Tensor]:
         try:
-            batch = self._next() if self._count_rows is None else self._next_counted()
+            batch = self._next() if self._counts_per_row is None else self._next_counted()
             return self._upload(batch)
         except BaseException as error:  # whatever it is, the training loop must see it
             # The error must not keep the DataLoader's iterator alive, and with it the worker
@@ -264,10 +264,10 @@ class Loader(AbstractContextManager, Iterator):
         # Copies, since the worker writes its memory again.
         own = {name: tensor.clone() for name, tensor in micro_batch.items()}
         self._incomplete.append(own)
-        if len(self._incomplete) < self._split:
+        if len(self._incomplete) < self._micro_batches:
             return
 
-        counts = [self._count_rows(micro_batch) for micro_batch in self._incomplete]
+        counts = [self._counts_per_row(micro_batch) for micro_batch in self._incomplete]
         for name in counts[0]:
             # [n], not a number: it is sharded like the rows, so that its `.sum()` on the device
             # adds up those of all hosts.
@@ -344,9 +344,9 @@ def parallel_loader(
     seed: int = 0,
     start: int = 0,
     stop: int | None = None,
-    split: int = 1,
+    micro_batches: int = 1,
     update_every: int | None = None,
-    count_rows: Callable[[dict[str, Tensor]], dict[str, Tensor]] | None = None,
+    counts_per_row: Callable[[dict[str, Tensor]], dict[str, Tensor]] | None = None,
     shuffle: Literal["examples", "batches"] = "examples",
     collate: Callable[[Any], dict[str, Tensor]] = as_tensors,
     workers: int = 0,
@@ -366,18 +366,17 @@ def parallel_loader(
     Args:
         batch_size: examples (of all hosts together) in a batch; or a plan, which has `shapes`, a
             length and `steps(seed, start, stop)`, an order of its own, and a mask in training too.
-        split: micro-batches of equal size that each batch is cut into; they come one after the
-            other.
+        micro_batches: of equal size, into which each batch is cut; they come one after the other.
         update_every: of training, micro-batches that make an update: the loader then yields
-            `MicroBatches`. None: it yields single batches. With split=k and update_every=k each
-            batch is cut in k, which make one update. With split=1 and update_every=k an update
-            takes k whole batches, such as those of a plan. All micro-batches from `start` to `stop`
-            must make up whole updates.
-        count_rows: counts something in each of the n rows of a micro-batch, such as tokens; returns
-            the counts [n] by name. The loader adds up the [n] of a batch's micro-batches, entry by
-            entry, and each of these micro-batches gets the sums [n] under the same names. The
-            `.sum()` of them on the device is the count of the whole batch of all hosts, which is so
-            known before its first micro-batch is trained on.
+            `MicroBatches`. None: it yields single batches. With micro_batches=k and update_every=k
+            each batch is cut in k, which make one update. With micro_batches=1 and update_every=k
+            an update takes k whole batches, such as those of a plan. All micro-batches from `start`
+            to `stop` must make up whole updates.
+        counts_per_row: counts something in each of the n rows of a micro-batch, such as tokens;
+            returns the counts [n] by name. The loader adds up the [n] of a batch's micro-batches,
+            entry by entry, and each of these micro-batches gets the sums [n] under the same names.
+            The `.sum()` of them on the device is the count of the whole batch of all hosts, which
+            is so known before its first micro-batch is trained on.
         shuffle: what an epoch permutes. "batches" keeps neighbours together: billions of rows are
             then read in sequence, and the permutation itself stays small. Not for a data set that
             has its own `order`.
@@ -385,7 +384,7 @@ def parallel_loader(
             a worker process.
         workers: processes on this host; 0 loads in the upload thread, -1 takes one per core.
     """
-    per_epoch = steps_per_epoch(dataset, batch_size, mesh, train, split)
+    per_epoch = steps_per_epoch(dataset, batch_size, mesh, train, micro_batches)
     is_plan = _is_plan(batch_size)
     if is_plan and (shuffle != "examples" or not hasattr(dataset, "batch")):
         raise ValueError(
@@ -404,7 +403,7 @@ def parallel_loader(
     else:
         keys = batches.training_keys(dataset, batch_size, seed, start, stop, shuffle)
 
-    keys = _micro_batch_keys(keys, split, mesh)
+    keys = _micro_batch_keys(keys, micro_batches, mesh)
     if hasattr(dataset, "ahead"):
         keys = dataset.ahead(keys)
     maker = BatchMaker(dataset, seed, masked=not train, collate=collate)
@@ -412,9 +411,9 @@ def parallel_loader(
         batches.data_loader(maker, keys, workers),
         mesh,
         update_every,
-        first=start * split + 1,
-        split=split,
-        count_rows=count_rows,
+        first=start * micro_batches + 1,
+        micro_batches=micro_batches,
+        counts_per_row=counts_per_row,
     )
 
 
@@ -424,21 +423,21 @@ def first_and_last(
     mesh: Mesh,
     *,
     seed: int = 0,
-    split: int = 1,
+    micro_batches: int = 1,
     collate: Callable[[Any], dict[str, Tensor]] = as_tensors,
     workers: int = 0,
 ) -> list[dict[str, Tensor]]:
     """Returns this host's rows of the first and of the last batch of an evaluation, in host memory,
-    each in the micro-batches that it is `split` into.
+    each cut into its micro-batches.
 
     Call it before step 1, with the arguments of the evaluation's `parallel_loader`: what cannot be
     read or collated then costs a sentence, and no training.
     """
-    per_epoch = steps_per_epoch(dataset, batch_size, mesh, train=False, micro_batches=split)
+    per_epoch = steps_per_epoch(dataset, batch_size, mesh, train=False, micro_batches=micro_batches)
     keys = []
     for number in sorted({0, per_epoch - 1}):  # one, where the first batch is the last
         batch = _evaluation_keys(dataset, batch_size, number, number + 1)
-        keys += _micro_batch_keys(batch, split, mesh)
+        keys += _micro_batch_keys(batch, micro_batches, mesh)
     if hasattr(dataset, "ahead"):
         keys = dataset.ahead(keys)
 
@@ -461,13 +460,13 @@ def _evaluation_keys(
     return batches.evaluation_keys(len(dataset), batch_size, start, stop)
 
 
-def _micro_batch_keys(keys: Iterator[tuple], split: int, mesh: Mesh) -> Iterator[tuple]:
-    """Yields the keys of the micro-batches that these batches are split into.
+def _micro_batch_keys(keys: Iterator[tuple], micro_batches: int, mesh: Mesh) -> Iterator[tuple]:
+    """Yields the keys of the micro-batches that these batches are cut into.
 
     A key is (epoch, indices), see batches.py, and of a plan also the lengths. It keeps the indices
     that this host loads.
     """
     for epoch, indices, *lengths in keys:
-        for micro_batch in np.split(indices, split):
+        for micro_batch in np.split(indices, micro_batches):
             rows = mesh.rows(len(micro_batch))
             yield epoch, micro_batch[rows], *lengths

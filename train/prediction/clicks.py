@@ -17,14 +17,14 @@ from errors import InputError
 from train import dlrm
 from train.common import device, embedding
 from train.common.mesh import Mesh
-from train.prediction import answers
+from train.prediction import answer_formats
 from train.prediction.pieces import Piece, batch_rows
 
 VMEM_KIB = 0  # libtpu's own
 BATCH = 4096  # clicks, without --batch-size
 
 
-def opened(folder: str, config: Any) -> "Clicks":
+def open_model(folder: str, config: Any) -> "Clicks":
     """Opens an export on the host, and the tables of --data.
 
     Raises:
@@ -34,11 +34,7 @@ def opened(folder: str, config: Any) -> "Clicks":
 
 
 class Clicks:
-    """A network for clicks, and the rows to predict.
-
-    Attributes:
-        answers: what turns logits into answers.
-    """
+    """A network for clicks, and the rows to predict: a Predictor of pieces.py."""
 
     def __init__(self, folder: str, config: Any):
         self.config = config
@@ -51,8 +47,8 @@ class Clicks:
             )
         self.columns = clicks.Columns.load(own)
         self._export = dlrm.read_export(folder)
-        features = self._export.about["features"]
-        if tuple(features) != self.columns.features:
+        features = self._export.description.features
+        if features != self.columns.features:
             raise InputError(
                 f"{folder}/model.safetensors has the features {', '.join(features)}, and {own} "
                 f"{', '.join(self.columns.features)}; give an export as a run has written it"
@@ -68,30 +64,34 @@ class Clicks:
         sentence = self._found.sentence()
         return [sentence] if sentence else []
 
-    def answers(self, logits: np.ndarray) -> list[dict]:
+    def to_answers(self, logits: np.ndarray) -> list[dict]:
         """Returns the probability of a click in each row of what `dlrm.eval_step` returns."""
-        return [{"probability": share} for share in answers.sigmoid(logits[:, 0]).tolist()]
+        probabilities = answer_formats.sigmoid(logits[:, 0]).tolist()
+        return [{"probability": probability} for probability in probabilities]
 
     def pieces(self, mesh: Mesh) -> Iterator[Piece]:
         """Yields the rows, a batch each, whose outputs the device computes."""
-        # So many slots that any ids find one, where one device has all of a batch.
+        # Slots for the worst case, all ids of a batch on one device: which inputs share a batch
+        # must not decide whether they can be predicted.
         room = (float(mesh.num_devices), 1.0)
         state = dlrm.restore(self._export, self._tables(), mesh, exchange_room=room)
         step = device.compiled(dlrm.eval_step, mesh)
-        rows = batch_rows(self.config.batch_size or BATCH, None, mesh.num_devices)
+        batch_size = batch_rows(self.config.batch_size or BATCH, None, mesh.num_devices)
         first = 1
         for path in self.paths:
             of_file = 1
-            for table in clicks.read_tables(path, self.columns.names.inputs, rows):
+            for table in clicks.read_tables(path, self.columns.names.inputs, batch_size):
                 count = table.num_rows
                 inputs = list(range(first, first + count))
                 where = [f"{path} row {of_file + row}" for row in range(count)]
                 piece = Piece(inputs, where, [], np.empty(0, np.int64))
                 batch, kept = self._encode(table, piece.errors)
                 if len(kept):
-                    piece.outputs.append(step(state, _uploaded(batch, rows, mesh), None, mesh))
-                    piece.rows = np.full(rows, -1)
-                    piece.rows[: len(kept)] = kept
+                    uploaded = _uploaded(batch, batch_size, mesh)
+                    config = None  # eval_step reads nothing of it
+                    piece.outputs.append(step(state, uploaded, config, mesh))
+                    piece.input_of_row = np.full(batch_size, -1)
+                    piece.input_of_row[: len(kept)] = kept
                 yield piece
                 first += count
                 of_file += count
@@ -119,9 +119,9 @@ class Clicks:
 
     def _tables(self) -> list[embedding.Table]:
         """Returns the tables of the export."""
-        about = self._export.about
+        description = self._export.description
+        features = zip(description.features, description.rows, self.columns.lookups, strict=True)
         tables = []
-        features = zip(about["features"], about["rows"], self.columns.lookups, strict=True)
         for name, rows, lookups in features:
             tables.append(embedding.Table(name, rows, lookups))
         return tables
@@ -144,15 +144,15 @@ def _paths(data: str) -> list[Path]:
     return [Path(path) for path in found]
 
 
-def _uploaded(batch: dict[str, np.ndarray], rows: int, mesh: Mesh) -> dict[str, Tensor]:
-    """Returns a batch on the devices, filled up to `rows` rows, as an evaluation has it."""
+def _uploaded(batch: dict[str, np.ndarray], batch_size: int, mesh: Mesh) -> dict[str, Tensor]:
+    """Returns a batch on the devices, filled up to `batch_size` rows, as an evaluation has it."""
     count = len(batch["dense"])
     batch = dict(batch)
     batch["label"] = np.zeros(count, np.float32)
     batch["mask"] = np.ones(count, np.float32)
     uploaded = {}
     for name, values in batch.items():
-        filled = np.zeros((rows, *values.shape[1:]), values.dtype)
+        filled = np.zeros((batch_size, *values.shape[1:]), values.dtype)
         filled[:count] = values
         uploaded[name] = device.upload(torch.from_numpy(filled), mesh)
     return uploaded

@@ -17,7 +17,7 @@ from models.resnet import LAYERS, Normalize, resnet
 from train import resnet50
 from train.common import device, files, loading
 from train.common.mesh import Mesh
-from train.prediction import answers
+from train.prediction import answer_formats
 from train.prediction.pieces import Piece, batch_rows
 
 VMEM_KIB = resnet50.VMEM_KIB
@@ -25,7 +25,7 @@ BATCH = 64  # pictures, without --batch-size
 INPUTS = "a picture, a folder of pictures, a pattern, or - for paths from the standard input"
 
 
-def opened(folder: str, config: Any) -> "Pictures":
+def open_model(folder: str, config: Any) -> "Pictures":
     """Opens an export on the host, and finds the pictures of --data.
 
     Raises:
@@ -35,7 +35,7 @@ def opened(folder: str, config: Any) -> "Pictures":
 
 
 class Pictures:
-    """A network for pictures, and those to predict.
+    """A network for pictures, and those to predict: a Predictor of pieces.py.
 
     Attributes:
         notes: sentences for the user.
@@ -49,7 +49,7 @@ class Pictures:
         names = _names(self._about, path)
         self.resize, self.image_size = _sizes(self._about, config.image_size, path)
         self._objective = self._about.get("objective", "classes")
-        self._named = answers.of_objective(self._objective, names, config.top)
+        self._format = answer_formats.of_objective(self._objective, names, config.top)
         self._network = _network(self._about, self._weights, len(names), path)
 
         self._state = None
@@ -60,46 +60,45 @@ class Pictures:
         if found.left_out:
             self.notes.append(f"{found.left_out:,} files of {config.data} are no pictures")
 
-    def answers(self, logits: np.ndarray) -> list[dict]:
+    def to_answers(self, logits: np.ndarray) -> list[dict]:
         """Returns the answers of logits [n, outputs]; a regression's are in the labels' unit."""
         if self._objective == "regression":
             logits = logits * float(self._about["label_std"]) + float(self._about["label_mean"])
-        return self._named(logits)
+        return self._format(logits)
 
     def pieces(self, mesh: Mesh) -> Iterator[Piece]:
         """Yields the pictures, a batch each, whose outputs the device computes."""
         if not self.paths:  # an empty standard input
             return
-        state = self._on_device(mesh)
+        self._prepare(mesh)
         dataset = picture_files.Pictures(self.paths, self.resize, self.image_size)
-        rows = batch_rows(self.config.batch_size or BATCH, len(self.paths), mesh.num_devices)
+        batch_size = batch_rows(self.config.batch_size or BATCH, len(self.paths), mesh.num_devices)
         loader = loading.parallel_loader(
-            dataset, rows, mesh, train=False, workers=self.config.workers
+            dataset, batch_size, mesh, train=False, workers=self.config.workers
         )
         with loader:
             for number, batch in enumerate(loader):
-                first = number * rows
-                paths = self.paths[first : first + rows]
-                indices = np.arange(rows)
-                indices[len(paths) :] = -1
+                first = number * batch_size
+                paths = self.paths[first : first + batch_size]
+                input_of_row = np.arange(batch_size)
+                input_of_row[len(paths) :] = -1
                 broken = batch.pop("broken")
                 yield Piece(
                     inputs=paths,
                     where=[""] * len(paths),
-                    outputs=[self._step(state, batch, mesh)],
-                    rows=indices,
+                    outputs=[self._step(self._state, batch, mesh)],
+                    input_of_row=input_of_row,
                     broken=broken,
                     why_broken=partial(_why_broken, dataset, first),
                 )
 
-    def _on_device(self, mesh: Mesh) -> resnet50.State:
-        """Returns the network on the device, to which it is moved in the first call."""
+    def _prepare(self, mesh: Mesh) -> None:
+        """Makes state and step in the first call, with the network on the device."""
         if self._state is None:
             model = device.to_device(self._network, mesh).eval()
             normalize = device.to_device(_normalize(self._about), mesh)
             self._state = resnet50.State(model, normalize, optimizer=None)
             self._step = device.compiled(predict_step, mesh)
-        return self._state
 
 
 def _why_broken(dataset: picture_files.Pictures, first: int, index: int) -> str:
@@ -109,16 +108,11 @@ def _why_broken(dataset: picture_files.Pictures, first: int, index: int) -> str:
 
 
 def predict_step(state: resnet50.State, batch: dict[str, Tensor], mesh: Mesh) -> Tensor:
-    """Returns logits [B, classes], float32, on all devices."""
+    """Returns the logits [B, classes] of the whole batch, float32, replicated."""
     with torch.no_grad():
         logits = resnet50.compute_logits(state, batch, mesh)
     device.replicate(logits, mesh)
     return logits
-
-
-def is_export(about: dict[str, str]) -> bool:
-    """Tells whether the metadata of a model.safetensors are those of train/resnet50.py."""
-    return "model" in about and "classes" in about
 
 
 def _names(about: dict[str, str], path: str) -> list[str]:
@@ -133,7 +127,8 @@ def _names(about: dict[str, str], path: str) -> list[str]:
 
 
 def _sizes(about: dict[str, str], wanted: int, path: str) -> tuple[int, int]:
-    """Returns the pixels of the shorter side to resize to, and of the side of the middle.
+    """Returns the pixels of the shorter side to resize to, and of the side of the square in the
+    middle that is kept.
 
     Raises:
         InputError: neither --image-size nor the export says them, as exports of old versions.

@@ -1,9 +1,10 @@
 """Inputs on their way through the network: a piece of them is computed while the next one is
 read."""
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -11,10 +12,11 @@ from torch import Tensor
 
 from errors import InputError
 from train.common import device
+from train.common.mesh import Mesh
 
 SKIP = "; or pass --skip-broken"  # advice on a broken input
-# What turns logits [n, outputs] into n answers, see answers.py.
-Answers = Callable[[np.ndarray], list[dict[str, Any]]]
+# What turns logits [n, outputs] into n answers, see answer_formats.py.
+ToAnswers = Callable[[np.ndarray], list[dict[str, Any]]]
 
 
 @dataclass
@@ -25,7 +27,8 @@ class Piece:
         inputs: what an answer names its input by.
         where: of each input, for messages; "" where its error names it.
         outputs: on the device, one tensor [rows, outputs] per batch.
-        rows: int64, for each row of all outputs the index of its input; -1 for a row of padding.
+        input_of_row: int64, for each row of all outputs the index of its input; -1 for a row of
+            padding.
         errors: index of an input that has no output -> why.
         broken: on the device, like a column of all outputs: 1 for an input that could not be read;
             None: `errors` has them all.
@@ -35,14 +38,29 @@ class Piece:
     inputs: Sequence[Any]
     where: Sequence[str]
     outputs: list[Tensor]
-    rows: np.ndarray
+    input_of_row: np.ndarray
     errors: dict[int, str] = field(default_factory=dict)
     broken: Tensor | None = None
     why_broken: Callable[[int], str] | None = None
 
 
+class Predictor(Protocol):
+    """A model and its inputs, as `open_model` of pictures.py, sentences.py and clicks.py returns
+    them. What that of submission.py returns has `write` in place of `pieces` and `to_answers`.
+
+    Attributes:
+        notes: sentences for the user, complete when all pieces have been taken.
+    """
+
+    notes: list[str]
+
+    def pieces(self, mesh: Mesh) -> Iterator[Piece]: ...
+
+    def to_answers(self, logits: np.ndarray) -> list[dict[str, Any]]: ...
+
+
 def in_order(
-    pieces: Iterable[Piece], answers: Answers, skip_broken: bool, advice: str = SKIP
+    pieces: Iterable[Piece], to_answers: ToAnswers, skip_broken: bool, advice: str = SKIP
 ) -> Iterator[dict]:
     """Yields the answer of each input, in the order of the inputs.
 
@@ -55,25 +73,27 @@ def in_order(
     Raises:
         InputError: an input is broken, and `skip_broken` is false.
     """
-    waiting = None
+    started = None
     pieces = iter(pieces)
     while True:
         failure = None
-        piece = None
+        following = None
         try:
-            piece = next(pieces, None)
+            following = next(pieces, None)  # starts it: the device computes while `started` is read
         except InputError as error:
             failure = error
-        if waiting is not None:
-            yield from answers_of(waiting, answers, skip_broken, advice)
+        if started is not None:
+            yield from answers_of(started, to_answers, skip_broken, advice)
         if failure is not None:
             raise failure
-        if piece is None:
+        if following is None:
             return
-        waiting = piece
+        started = following
 
 
-def answers_of(piece: Piece, answers: Answers, skip_broken: bool, advice: str) -> Iterator[dict]:
+def answers_of(
+    piece: Piece, to_answers: ToAnswers, skip_broken: bool, advice: str
+) -> Iterator[dict]:
     """Yields the answer of each input of a piece; waits for the device.
 
     Raises:
@@ -83,9 +103,10 @@ def answers_of(piece: Piece, answers: Answers, skip_broken: bool, advice: str) -
     is_broken = set()
     if piece.outputs:
         logits, broken = _read(piece)
-        rows = np.flatnonzero(piece.rows >= 0)
-        made = answers(logits[rows])
-        for index, row, answer in zip(piece.rows[rows].tolist(), rows, made, strict=True):
+        filled = np.flatnonzero(piece.input_of_row >= 0)  # the others are padding
+        inputs = piece.input_of_row[filled].tolist()
+        made = to_answers(logits[filled])
+        for index, row, answer in zip(inputs, filled, made, strict=True):
             if broken[row]:
                 is_broken.add(index)
             elif np.isfinite(logits[row]).all():
@@ -117,12 +138,13 @@ def _read(piece: Piece) -> tuple[np.ndarray, np.ndarray]:
     return torch.cat(outputs).float().numpy(), broken.numpy() > 0
 
 
-def batch_rows(wanted: int, available: int | None, devices: int) -> int:
-    """Returns the rows of a batch, a multiple of the devices.
+def batch_rows(wanted: int, available: int | None, multiple: int) -> int:
+    """Returns the rows of a batch, a multiple of `multiple`.
 
     Args:
         wanted: rows of a full batch.
         available: inputs, where there may be fewer than a batch; None: more.
+        multiple: of the devices.
     """
     rows = wanted if available is None else min(wanted, max(available, 1))
-    return -(-rows // devices) * devices
+    return math.ceil(rows / multiple) * multiple

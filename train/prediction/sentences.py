@@ -1,7 +1,6 @@
 """Predicts sentences and pairs by an export of train/glue.py, or by another classifier of
 transformers."""
 
-import itertools
 import json
 import math
 import os
@@ -23,12 +22,11 @@ from models import architectures, classification, encoder_files
 from train import glue as script
 from train.common import device, loading
 from train.common.mesh import Mesh
-from train.prediction import answers
+from train.prediction import answer_formats
 from train.prediction.pieces import Piece, batch_rows
 
 VMEM_KIB = 0  # libtpu's own
 BATCH = 32  # texts, without --batch-size
-ROWS_MULTIPLE = 8  # of a batch, so that batches are the same on 1, 2, 4 and 8 devices
 # Texts are read, tokenized and predicted in chunks: of one batch first, so that the first answers
 # come early, and then of twice as many up to this.
 MOST_BATCHES = 32
@@ -75,16 +73,14 @@ def read_trained(folder: str) -> Trained:
     return Trained(tuple(text), max_length)
 
 
-def opened(folder: str, config: Any) -> "Sentences":
+def open_model(folder: str, config: Any) -> "Sentences":
     """Opens an export on the host, and the file of --data.
 
     Raises:
         InputError: the export or the data cannot be read.
     """
     trained = read_trained(folder)
-    rows = _rows(config, trained)
-    model = Sentences(folder, config)
-    model.rows = rows
+    model = Sentences(folder, config, _rows(config, trained))
     if not trained.text and not config.text:
         print(
             f"{config.model_dir} has no {script.COLUMNS}, so it does not say whether it was "
@@ -141,15 +137,16 @@ def described(columns: Sequence[str]) -> str:
 
 
 class Sentences:
-    """A classifier of texts.
+    """A classifier of texts, and those to predict: a Predictor of pieces.py.
 
     Args:
-        names: of the classes, in the order in which its outputs are to be, by names, see
-            models/heads.py; (): one number. None: as it is, with its own names.
+        rows: what is to be predicted.
+        names: the classes in the order that the outputs are to have; the head's rows are put into
+            it by their names, see models/heads.py. (): a regression. None: the head stays as it is.
         stated: the classes in the order of the model's outputs, as the user says.
     Attributes:
-        rows: what is to be predicted.
-        answers: what turns logits into answers.
+        rows: as given.
+        to_answers: what turns logits into answers.
         limit: tokens that a text is cut to.
         cut: how many texts were longer, so far.
     """
@@ -158,11 +155,12 @@ class Sentences:
         self,
         folder: str,
         config: Any,
+        rows: Iterable[Row],
         names: Sequence[str] | None = None,
         stated: Sequence[str] = (),
     ):
         self.config = config
-        self.rows: Iterable[Row] = ()
+        self.rows = rows
         self.cut = 0
         compiled = config.device == "xla"
         checkpoint = encoder_files.open_checkpoint(folder, "auto", compiled=compiled)
@@ -176,7 +174,7 @@ class Sentences:
         settings = self._model.config
         objective = _objective(settings)
         own_names = [str(settings.id2label[index]) for index in range(settings.num_labels)]
-        self.answers = answers.of_objective(objective, own_names, config.top)
+        self.to_answers = answer_formats.of_objective(objective, own_names, config.top)
         self._most = _most_tokens(self._model, self.tokenizer)
         self.limit = config.max_length or read_trained(folder).max_length or self._most
         if self.limit > self._most:
@@ -184,7 +182,10 @@ class Sentences:
                 f"--max-length is {self.limit}; the model of {config.model_dir} takes at most "
                 f"{self._most} tokens"
             )
-        self._sizes = _sizes(config.lengths, self.limit)
+        self._lengths = _lengths(config.lengths, self.limit)
+        # Those of the device: `_prepare`.
+        self._limits = None
+        self._state = None
         self._step = None
 
     @property
@@ -203,40 +204,54 @@ class Sentences:
 
     def pieces(self, mesh: Mesh) -> Iterator[Piece]:
         """Yields the rows in chunks, whose outputs the device computes."""
-        state = script.State(self._on_device(mesh), optimizer=None)
-        limits = architectures.limits(state.model)
-        multiple = math.lcm(ROWS_MULTIPLE, mesh.num_devices)
-        batch = batch_rows(self.config.batch_size or BATCH, None, multiple)
-
-        def collate(examples: dict[str, np.ndarray]) -> dict[str, Tensor]:
-            tensors = script.collate(limits, examples)
-            del tensors["labels"]  # there are none
-            return tensors
-
-        batches_of_chunks = itertools.chain(_doubling(MOST_BATCHES), itertools.repeat(MOST_BATCHES))
-        sizes = (batch * batches for batches in batches_of_chunks)
-        for number, chunk in enumerate(text_rows.chunks(self.rows, sizes)):
+        self._prepare(mesh)
+        # As in a training: the parts of a batch within which rows are joined divide it.
+        multiple = math.lcm(script.PACKING_PARTS, mesh.num_devices)
+        full_batch = batch_rows(self.config.batch_size or BATCH, None, multiple)
+        chunk_sizes = _chunk_sizes(full_batch)
+        for number, chunk in enumerate(text_rows.chunks(self.rows, chunk_sizes)):
             piece = _piece(chunk)
             usable = [index for index in range(len(chunk)) if index not in piece.errors]
             if usable:
-                is_all = number == 0 and len(chunk) < batch
-                rows = batch_rows(batch, len(usable), multiple) if is_all else batch
-                encoded = self._encode([chunk[index].texts for index in usable])
-                plan = self._plan(encoded, rows, mesh)
-                loader = loading.parallel_loader(encoded, plan, mesh, train=False, collate=collate)
-                with loader:
-                    for tensors in loader:
-                        piece.outputs.append(self._step(state, tensors, self.config, mesh))
-                order = script.evaluation_order(plan)
-                piece.rows = np.where(order >= 0, np.array(usable)[order], -1)
+                batch_size = full_batch
+                if number == 0 and len(chunk) < full_batch:  # these are all: one smaller batch
+                    batch_size = batch_rows(full_batch, len(usable), multiple)
+                texts = [chunk[index].texts for index in usable]
+                piece.outputs, order = self._compute(texts, batch_size, mesh)
+                piece.input_of_row = np.where(order >= 0, np.array(usable)[order], -1)
             yield piece
 
-    def _on_device(self, mesh: Mesh) -> PreTrainedModel:
-        """Returns the model on the device, to which it is moved in the first call."""
-        if self._step is None:
-            self._model = script.on_device(self._model, mesh).eval()
-            self._step = device.compiled(script.eval_step, mesh, max_graphs=len(self._sizes))
-        return self._model
+    def _prepare(self, mesh: Mesh) -> None:
+        """Makes state and step in the first call, with the model on the device."""
+        if self._state is None:
+            model = script.on_device(self._model, mesh).eval()
+            self._limits = architectures.limits(model)
+            self._state = script.State(model, optimizer=None)
+            self._step = device.compiled(script.eval_step, mesh, max_graphs=len(self._lengths))
+
+    def _compute(
+        self, texts: list[tuple[str, ...]], batch_size: int, mesh: Mesh
+    ) -> tuple[list[Tensor], np.ndarray]:
+        """Starts the network on texts or pairs.
+
+        Returns:
+            outputs: on the device, one tensor [batch_size, outputs] per batch.
+            order: for each row of all outputs the index of its text; -1 for a row of padding.
+        """
+        encoded = self._encode(texts)
+        plan = self._plan(encoded, batch_size, mesh)
+        outputs = []
+        loader = loading.parallel_loader(encoded, plan, mesh, train=False, collate=self._collate)
+        with loader:
+            for batch in loader:
+                outputs.append(self._step(self._state, batch, self.config, mesh))
+        return outputs, script.evaluation_order(plan)
+
+    def _collate(self, examples: dict[str, np.ndarray]) -> dict[str, Tensor]:
+        """Returns a batch of texts as tensors, without labels."""
+        tensors = script.collate(self._limits, examples)
+        del tensors["labels"]
+        return tensors
 
     def _encode(self, texts: list[tuple[str, ...]]) -> Encoded:
         """Returns the tokens of texts or pairs, and counts those that are cut."""
@@ -247,19 +262,20 @@ class Sentences:
         self.cut += encoded.truncated
         return encoded
 
-    def _plan(self, encoded: Encoded, rows: int, mesh: Mesh) -> batching.Plan:
+    def _plan(self, encoded: Encoded, batch_size: int, mesh: Mesh) -> batching.Plan:
         """Returns batches of like length, as in an evaluation."""
         longest = int(encoded.lengths.max())
-        sizes = range(1, longest + 1) if mesh.shapes_may_vary else self._sizes
-        return batching.Shuffled(encoded.lengths, rows, sizes, grouped=True)
+        lengths = range(1, longest + 1) if mesh.shapes_may_vary else self._lengths
+        return batching.Shuffled(encoded.lengths, batch_size, lengths, grouped=True)
 
 
-def _doubling(end: int) -> Iterator[int]:
-    """Yields 1, 2, 4, … below `end`."""
-    number = 1
-    while number < end:
-        yield number
-        number *= 2
+def _chunk_sizes(batch_size: int) -> Iterator[int]:
+    """Yields the texts of each chunk: a batch, then twice as many each time, up to MOST_BATCHES
+    batches; without end."""
+    batches = 1
+    while True:
+        yield batch_size * batches
+        batches = min(2 * batches, MOST_BATCHES)
 
 
 def _piece(chunk: list[Row]) -> Piece:
@@ -311,7 +327,7 @@ def _reordered(
     found = classification.classifier(checkpoint.config, names, checkpoint.source, stated)
     if found.head.is_new:
         raise InputError(found.head.why_new)
-    if found.head.refusal_at_lr_0:
+    if found.head.is_assumed:
         raise InputError(
             f"{folder} does not name the classes of its head; give their order, "
             f"such as --labels {','.join(names)}"
@@ -334,9 +350,9 @@ def _most_tokens(model: PreTrainedModel, tokenizer: Any) -> int:
     return int(min(architectures.positions(model), tokenizer.model_max_length, LONGEST))
 
 
-def _sizes(lengths: Sequence[int], limit: int) -> list[int]:
+def _lengths(given: Sequence[int], limit: int) -> list[int]:
     """Returns the lengths of batches: those given, then twice as long up to the limit."""
-    sizes = [length for length in lengths if length < limit]
-    while sizes and 2 * sizes[-1] < limit:
-        sizes.append(2 * sizes[-1])
-    return [*sizes, limit]
+    lengths = [length for length in given if length < limit]
+    while lengths and 2 * lengths[-1] < limit:
+        lengths.append(2 * lengths[-1])
+    return [*lengths, limit]

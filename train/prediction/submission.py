@@ -20,7 +20,7 @@ from train.prediction.pieces import in_order
 VMEM_KIB = sentences.VMEM_KIB
 
 
-def opened(folder: str, config: Any) -> "Submission":
+def open_model(folder: str, config: Any) -> "Submission":
     """Opens an export on the host, and the test sets of --task.
 
     Raises:
@@ -42,8 +42,8 @@ class Submission:
         stated = heads.parse_labels(config.labels, task.labels) if config.labels else ()
         _check_pairs(folder, config, task)
         self.sets = glue_tests.read(config.data, task.name)
-        self._model = sentences.Sentences(folder, config, task.labels, stated)
-        self._model.rows = itertools.chain.from_iterable(map(_rows, self.sets))
+        rows = itertools.chain.from_iterable(map(_rows, self.sets))
+        self._model = sentences.Sentences(folder, config, rows, task.labels, stated)
 
     @property
     def notes(self) -> list[str]:
@@ -55,7 +55,8 @@ class Submission:
                     f"{test_set.file} has {len(test_set):,} predictions, of all examples of "
                     f"{test_set.source}; the server expects {test_set.expected:,}"
                 )
-        if self.config.task == "mnli" and self.sets[-1].file != "AX.tsv":
+        files_written = [test_set.file for test_set in self.sets]
+        if self.config.task == "mnli" and "AX.tsv" not in files_written:
             found.append(
                 f"{self.config.data} has no diagnostic set (diagnostic/diagnostic.tsv), "
                 "so AX.tsv is not written, which the server needs, too"

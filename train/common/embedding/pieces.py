@@ -77,6 +77,12 @@ class Target:
     run: TableRun
 
 
+def whole_weight(table_name: str) -> str:
+    """Returns the name of a piece that is the whole weight of a table: its rows in order from the
+    first, all columns."""
+    return f"{table_name}/weight/{TableRun(first=0)}/0"
+
+
 # ---- to a checkpoint -----------------------------------------------------------------------------
 
 

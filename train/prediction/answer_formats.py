@@ -1,7 +1,7 @@
 """From a network's outputs to answers: the names of classes, probabilities, numbers.
 
-answers = of_objective("classes", ("cat", "dog"), top=5)
-answers(logits)     # [{"label": "dog", "probability": 0.9, "top": [{"label": "dog", …}, …]}, …]
+to_answers = of_objective("classes", ("cat", "dog"), top=5)
+to_answers(logits)  # [{"label": "dog", "probability": 0.9, "top": [{"label": "dog", …}, …]}, …]
 """
 
 from collections.abc import Sequence
@@ -9,12 +9,12 @@ from functools import partial
 
 import numpy as np
 
-from train.prediction.pieces import Answers
+from train.prediction.pieces import ToAnswers
 
 LIKELY = 0.5  # a label with at least this probability is given, in multilabel
 
 
-def of_objective(objective: str, names: Sequence[str], top: int) -> Answers:
+def of_objective(objective: str, names: Sequence[str], top: int) -> ToAnswers:
     """Returns what makes answers of logits [n, names].
 
     Args:
@@ -57,7 +57,7 @@ def labels(logits: np.ndarray, names: Sequence[str]) -> list[dict]:
 
 
 def scores(logits: np.ndarray, names: Sequence[str]) -> list[dict]:
-    """Returns the number of each row, or of several their names."""
+    """Returns the number of each row; of several numbers a dict by name."""
     found = []
     for row in logits.tolist():
         if len(names) == 1:
