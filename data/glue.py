@@ -181,6 +181,7 @@ def open_evaluation(
         objective=objective,
         labels=chosen.labels,
         score=partial(score_logits, task),
+        metrics=chosen.metrics,
         columns=columns,
     )
     return sentences.Splits(labelled, None, evaluation)
