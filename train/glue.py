@@ -525,12 +525,23 @@ def evaluate(
         is_example = indices >= 0  # the others are padding
         labels = torch.from_numpy(examples.labels[indices[is_example]])
 
-        # MNLI alone is evaluated on two splits.
-        prefix = "mismatched_" if split.endswith("mismatched") else ""
         for name, value in task_metrics(data.task, logits[is_example], labels).items():
-            metrics[prefix + name] = value
+            metrics[prefix_of(split) + name] = value
     state.model.train()
     return metrics
+
+
+def prefix_of(split: str) -> str:
+    """Returns what the names of a split's metrics begin with. MNLI alone has two splits."""
+    return "mismatched_" if split.endswith("mismatched") else ""
+
+
+def metric_names(data: Data) -> list[str]:
+    """Returns the names of what `evaluate` returns, in its order."""
+    names = []
+    for split in data.eval:
+        names += [prefix_of(split) + name for name in (*data.task.metrics, "loss")]
+    return names
 
 
 def evaluation_order(plan: batching.Plan) -> np.ndarray:
@@ -663,6 +674,7 @@ def main(config: Config) -> dict[str, float]:
         may_differ=MAY_CHANGE,
         required=REQUIRED,
         total_steps=total_steps,
+        metrics=metric_names(data),
     )
     if run.finished:
         return run.print_summary()
@@ -711,7 +723,7 @@ def main(config: Config) -> dict[str, float]:
         if run.evaluation_due:  # the run ended between a checkpoint and its evaluation
             metrics = evaluation(start)
 
-        for step, micro_batches in enumerate(loader, start + 1):
+        for step, micro_batches in enumerate(run.batches(loader), start + 1):
             lr = learning_rate(config, step - 1, total_steps)
             device.set_lr(state.optimizer, lr)
             step_metrics = train_fn(state, micro_batches, config, mesh)
@@ -733,6 +745,7 @@ def main(config: Config) -> dict[str, float]:
 
         # ---- the end -----------------------------------------------------------------------------
         run.checkpoints.wait()
+        metrics = run.load_best() or metrics  # with --best: of the state that it has loaded
         if not metrics:  # the run ended after the last step, before the export
             metrics = evaluate(eval_fn, state, data, config, mesh)
         export(f"{run.path}/export", state, data, config, mesh)
