@@ -7,17 +7,20 @@ import json
 import math
 import shutil
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import kills
+import older_runs
 import pytest
 import torch
 from checkpoints import damage, flip, names
-from helpers import records
+from helpers import command, crash, equal, exported, records, stop_at, summary
 from simulated_pod import Pod, this_host
+from trials import TRIALS
 
 from errors import InputError
-from train.common import best
+from train.common import best, checkpoint
 from train.common import run as tracking
 from train.common.best import Best
 
@@ -314,7 +317,7 @@ def test_a_script_that_forgets_a_step_is_told(mesh, tmp_path):
         train(config, mesh, EVALUATIONS | {6: 0.1})
     with pytest.MonkeyPatch.context() as patch, pytest.raises(RuntimeError, match="was not saved"):
         patch.setattr(tracking.Run, "checkpoint", lambda *_, **options: None)
-        train(dataclasses.replace(config, name="other"), mesh, EVALUATIONS)
+        train(replace(config, name="other"), mesh, EVALUATIONS)
 
 
 # ---- a pod ---------------------------------------------------------------------------------------
@@ -336,3 +339,96 @@ def test_the_main_process_decides_for_all_hosts(mesh, tmp_path):
     assert pod.outcomes == [expected, expected]
     assert result(config) == result(alone)
     assert {write.host for write in pod.written} <= {0, None}
+
+
+# ---- the scripts ---------------------------------------------------------------------------------
+# A short run of each that is evaluated a few times, and the step at which it is stopped once.
+SHORT = {
+    "dlrm": replace(
+        TRIALS["dlrm"].short,
+        bottom=(16, 4),
+        top=(16, 1),
+        warmup_steps=0,
+        eval_every=1,
+        save_every=100,
+        keep=1,
+        best="auc",
+    ),
+    "glue": replace(TRIALS["glue"].short, best="accuracy"),
+    "pretrain": replace(TRIALS["pretrain"].short, keep=1, best="accuracy"),
+    "resnet50": replace(TRIALS["resnet50"].short, keep=1, best="top1"),
+    "transformer": replace(TRIALS["transformer"].short, eval_every=8, keep=1, best="bleu"),
+}
+STOPPED_AT = {"dlrm": 3, "glue": 12, "pretrain": 7, "resnet50": 40, "transformer": 20}
+
+SCRIPTS = []
+for script_name in SHORT:
+    is_slow = script_name != "dlrm"
+    SCRIPTS.append(pytest.param(script_name, marks=pytest.mark.slow if is_slow else ()))
+
+
+def snapshot(state) -> dict[str, torch.Tensor]:
+    """Returns the weights of a script's state, of tables too, on the host."""
+    tensors = dict(state.model.named_parameters()) | dict(state.model.named_buffers())
+    weights = checkpoint.to_host(tensors)
+    if hasattr(state, "embeddings"):
+        weights |= state.embeddings.pieces()
+    return weights
+
+
+def watch(script, monkeypatch) -> tuple[list, list]:
+    """Makes each evaluation of a script worse than the one before it, and free of cost; returns the
+    weights that were evaluated, and those that were exported."""
+    evaluated = []
+    exported_weights = []
+    export = script.export
+    evaluation = tracking.Run.evaluation
+
+    def evaluate(*arguments) -> dict[str, float]:
+        (state,) = [argument for argument in arguments if isinstance(argument, script.State)]
+        evaluated.append(snapshot(state))
+        return {}
+
+    def record(run, step: int) -> None:
+        evaluation(run, step, **{name: 1 / step for name in run.criterion.metrics})
+
+    def watched_export(folder: str, state, *arguments, **options) -> None:
+        exported_weights.append(snapshot(state))
+        export(folder, state, *arguments, **options)
+
+    monkeypatch.setattr(script, "evaluate", evaluate)
+    monkeypatch.setattr(script, "export", watched_export)
+    monkeypatch.setattr(tracking.Run, "evaluation", record)
+    return evaluated, exported_weights
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_script_exports_its_best_state_killed_or_not(name, tmp_path, monkeypatch):
+    """Its weights and its tables, of which the first evaluation is the best here."""
+    script = TRIALS[name].script
+    if name == "dlrm":
+        for constant, value in older_runs.DLRM.items():
+            monkeypatch.setattr(script, constant, value)
+    evaluated, exported_weights = watch(script, monkeypatch)
+    config = replace(SHORT[name], runs=str(tmp_path), name="whole")
+
+    script.main(config)
+    assert equal(exported_weights[0], evaluated[0])
+    assert not equal(exported_weights[0], evaluated[1])
+
+    stopped = replace(config, name="stopped")
+    stop_at(STOPPED_AT[name], crash, script.main, stopped)
+    script.main(stopped)
+    assert equal(exported(tmp_path / "stopped"), exported(tmp_path / "whole"))
+    assert summary(tmp_path / "stopped")["best"] == summary(tmp_path / "whole")["best"]
+
+
+@pytest.mark.parametrize("name", TRIALS)
+def test_a_script_refuses_an_unknown_metric_before_step_1(name, tmp_path, capsys):
+    script = TRIALS[name].script
+    code, _, error = command(
+        ["tiny", "--best", "-los", "--runs", tmp_path], script.main, script.PRESETS, capsys
+    )
+    assert code == 2
+    assert "--best is -los (is it -loss?); the evaluation has " in error
+    assert not list(tmp_path.iterdir())
