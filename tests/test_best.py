@@ -342,7 +342,7 @@ def test_the_main_process_decides_for_all_hosts(mesh, tmp_path):
 
 
 # ---- the scripts ---------------------------------------------------------------------------------
-# A short run of each that is evaluated a few times, and the step at which it is stopped once.
+# A short run of each that is evaluated a few times, and the step at which it crashes once.
 SHORT = {
     "dlrm": replace(
         TRIALS["dlrm"].short,
@@ -352,6 +352,7 @@ SHORT = {
         eval_every=1,
         save_every=100,
         keep=1,
+        plan="exchange",
         best="auc",
     ),
     "glue": replace(TRIALS["glue"].short, best="accuracy"),
@@ -359,7 +360,7 @@ SHORT = {
     "resnet50": replace(TRIALS["resnet50"].short, keep=1, best="top1"),
     "transformer": replace(TRIALS["transformer"].short, eval_every=8, keep=1, best="bleu"),
 }
-STOPPED_AT = {"dlrm": 3, "glue": 12, "pretrain": 7, "resnet50": 40, "transformer": 20}
+CRASHES_AT = {"dlrm": 3, "glue": 12, "pretrain": 7, "resnet50": 40, "transformer": 20}
 
 SCRIPTS = []
 for script_name in SHORT:
@@ -402,25 +403,41 @@ def watch(script, monkeypatch) -> tuple[list, list]:
     return evaluated, exported_weights
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
-def test_a_script_exports_its_best_state_killed_or_not(name, tmp_path, monkeypatch):
-    """Its weights and its tables, of which the first evaluation is the best here."""
-    script = TRIALS[name].script
+def small_tables(name: str, monkeypatch) -> None:
+    """Gives DLRM small tables."""
     if name == "dlrm":
         for constant, value in older_runs.DLRM.items():
-            monkeypatch.setattr(script, constant, value)
-    evaluated, exported_weights = watch(script, monkeypatch)
-    config = replace(SHORT[name], runs=str(tmp_path), name="whole")
+            monkeypatch.setattr(TRIALS[name].script, constant, value)
 
-    script.main(config)
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_script_exports_its_best_state(name, tmp_path, monkeypatch):
+    """Its weights and its tables, of which the first evaluation is the best here."""
+    script = TRIALS[name].script
+    small_tables(name, monkeypatch)
+    evaluated, exported_weights = watch(script, monkeypatch)
+
+    script.main(replace(SHORT[name], runs=str(tmp_path)))
+
     assert equal(exported_weights[0], evaluated[0])
     assert not equal(exported_weights[0], evaluated[1])
 
-    stopped = replace(config, name="stopped")
-    stop_at(STOPPED_AT[name], crash, script.main, stopped)
-    script.main(stopped)
-    assert equal(exported(tmp_path / "stopped"), exported(tmp_path / "whole"))
-    assert summary(tmp_path / "stopped")["best"] == summary(tmp_path / "whole")["best"]
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SHORT)
+def test_a_script_that_crashes_exports_the_same_state(name, tmp_path, monkeypatch):
+    script = TRIALS[name].script
+    small_tables(name, monkeypatch)
+    watch(script, monkeypatch)
+    whole = replace(SHORT[name], runs=str(tmp_path), name="whole")
+    crashed = replace(whole, name="crashed")
+
+    script.main(whole)
+    stop_at(CRASHES_AT[name], crash, script.main, crashed)
+    script.main(crashed)
+
+    assert equal(exported(tmp_path / "crashed"), exported(tmp_path / "whole"))
+    assert summary(tmp_path / "crashed")["best"] == summary(tmp_path / "whole")["best"]
 
 
 @pytest.mark.parametrize("name", TRIALS)
