@@ -23,6 +23,7 @@ from errors import InputError
 from train.common import best, checkpoint
 from train.common import run as tracking
 from train.common.best import Best
+from train.common.evaluation import FinishedRun
 
 METRICS = ("accuracy", "loss", "mismatched_accuracy")
 
@@ -318,6 +319,54 @@ def test_a_script_that_forgets_a_step_is_told(mesh, tmp_path):
     with pytest.MonkeyPatch.context() as patch, pytest.raises(RuntimeError, match="was not saved"):
         patch.setattr(tracking.Run, "checkpoint", lambda *_, **options: None)
         train(replace(config, name="other"), mesh, EVALUATIONS)
+
+
+# ---- older runs, and infinity -------------------------------------------------------------------
+@dataclasses.dataclass(frozen=True)
+class ByRecipe:
+    """A Config whose --best is the recipe's where it is None, as GLUE's."""
+
+    runs: str = "runs"
+    data: str = "numbers"
+    name: str = "mine"
+    best: str | None = None
+    patience: int = 0
+    clip: float | None = None
+    evaluate: str = ""
+    split: str = ""
+
+
+def begin(config: ByRecipe, mesh) -> None:
+    """Begins a run, or resumes it, and trains nothing."""
+    tracking.Run(config, mesh, name="net", headline="net", total_steps=9, metrics=METRICS).close()
+
+
+def test_a_run_without_the_flag_had_no_best(mesh, tmp_path):
+    begin(ByRecipe(str(tmp_path), best=""), mesh)
+    file = tmp_path / "mine/config.json"
+    content = json.loads(file.read_text())
+    for name in ("best", "patience"):
+        del content["config"][name]
+    file.write_text(json.dumps(content))
+
+    begin(ByRecipe(str(tmp_path), best=""), mesh)
+    with pytest.raises(InputError, match='best was "", now accuracy'):
+        begin(ByRecipe(str(tmp_path), best="accuracy"), mesh)
+
+
+def test_a_run_that_does_not_clip_resumes_and_is_read_again(mesh, tmp_path):
+    """JSON has no infinity."""
+    config = ByRecipe(str(tmp_path), best="-loss", clip=math.inf)
+    begin(config, mesh)
+    begin(config, mesh)
+    with pytest.raises(InputError, match=r"clip was inf, now 1\.0"):
+        begin(replace(config, clip=1.0), mesh)
+
+    run = tmp_path / "mine"
+    assert json.loads((run / "config.json").read_text())["config"]["clip"] == "inf"
+    (run / "summary.json").write_text("{}")
+    (run / "export").mkdir()
+    assert FinishedRun(str(run)).config(ByRecipe) == replace(config, evaluate=str(run))
 
 
 # ---- a pod ---------------------------------------------------------------------------------------

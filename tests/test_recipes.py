@@ -920,6 +920,7 @@ def test_resnets_metrics_are_means_over_all_images(mesh):
     state = evaluation_state()
 
     found = resnet50.evaluate(step, state, data, config, mesh)
+    assert list(found) == resnet50.metric_names(config)
 
     assert found == {"top1": 0.4, "top5": 0.8, "loss": 3.0}
     assert state.model.training
@@ -972,10 +973,11 @@ def test_pretrainings_metrics_are_means_over_tokens_and_rows(mesh, any_number):
             {"loss": 9, "accuracy": 1, "next_sentence_accuracy": 1, "predicted": 2, "rows": 1},
         ]
     )
-    config = replace(pretrain.TINY, batch_size=16)
+    config = replace(pretrain.TINY, batch_size=16, next_sentence=True)
     state = evaluation_state()
 
     found = pretrain.evaluate(step, state, Rows(20), config, mesh)
+    assert list(found) == pretrain.metric_names(config)
 
     assert found == {"loss": 1.5, "accuracy": 0.2, "next_sentence_accuracy": 0.4}
     assert state.model.training
@@ -1050,6 +1052,7 @@ def test_perplexity_is_of_the_loss_without_smoothing(mesh, number_as_bleu):
 
     found = transformer.evaluate(step, translations, state, sets, config, mesh)
 
+    assert tuple(found) == transformer.METRICS
     assert found == pytest.approx({"bleu": 7, "loss": 65 / 12, "ppl": math.exp(20 / 12)})
     assert state.model.training
 
@@ -1161,6 +1164,7 @@ def test_metrics_of_fine_tuning_are_scikit_learns_and_scipys(task, mesh, monkeyp
         return of_sentences(task, {name: values.cpu() for name, values in batch.items()})
 
     found = glue.evaluate(step, state, data, config, mesh)
+    assert list(found) == glue.metric_names(data)
 
     assert state.model.training
     count = 0
@@ -1186,6 +1190,7 @@ def test_dlrms_metrics_are_scikit_learns_without_padding(mesh, monkeypatch):
         return torch.stack([logit, batch["label"], batch["mask"]], 1)
 
     found = dlrm.evaluate(step, state, clicks, dlrm.TINY, mesh)
+    assert tuple(found) == dlrm.METRICS
 
     whole = clicks.batch(np.arange(203))
     labels = whole["label"]
