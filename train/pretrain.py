@@ -100,7 +100,8 @@ MAY_CHANGE = ("workers", "log_every", "save_every", "strict", "layout", "safe_fo
 # Flags that may be given with --evaluate; all others are the run's. They change no number beyond
 # rounding.
 EVALUATE_FLAGS = ("batch_size", "update_every")
-# Fields that do not count for the teacher of a trial.
+# Fields that a trial's teacher does not have. They do not count for its name: older versions had
+# none of them, and find their teachers again.
 OF_STUDENT = ("best", "patience")
 ADAM_EPS = 1e-6  # of BERT's and DistilBERT's code, and in RoBERTa's and XLNet's papers
 SYNTHETIC_LENGTH = 32  # a trial's tokens per row
@@ -420,8 +421,7 @@ def with_teacher(config: Config, mesh: Mesh) -> Config:
     Returns:
         The config, with the export of that run as its teacher.
     """
-    # The student's alone:
-    config_of_both = replace(config, checkpoint="", best="", patience=0)
+    config_of_both = replace(config, checkpoint="", best="", patience=0)  # the student's alone
     identity = {}  # all that the teacher's numbers depend on
     for field in fields(config_of_both):
         if field.name not in (*MAY_CHANGE, *FIELDS, *OF_STUDENT):
