@@ -464,7 +464,7 @@ class SyntheticClicks:
         probability: of a click, [size]: what a perfect model predicts.
     """
 
-    columns = None  # it has no maps
+    columns_folder = None  # it has no maps
 
     def __init__(
         self,

@@ -76,7 +76,7 @@ _ALL_TASKS = (
         folder="CoLA",
         columns=("sentence",),
         labels=("unacceptable", "acceptable"),
-        metrics=("mcc",),
+        metrics=("mcc", "accuracy"),  # fairseq's and XLNet's recipes choose by the accuracy
         own_columns=("sentence",),
     ),
     Task(
@@ -181,6 +181,7 @@ def open_evaluation(
         objective=objective,
         labels=chosen.labels,
         score=partial(score_logits, task),
+        metrics=chosen.metrics,
         columns=columns,
     )
     return sentences.Splits(labelled, None, evaluation)
@@ -769,9 +770,9 @@ def score(task: str, predictions: Sequence[float], labels: Sequence[float]) -> d
         predictions: [n] class numbers, or scores in a regression.
         labels: [n] likewise.
     Returns:
-        "mcc" (Matthews' correlation) for cola, "accuracy" and "f1" (of class 1) for mrpc and qqp,
-        "pearson" and "spearman" for stsb, else "accuracy". Constant predictions have a correlation
-        of 0.
+        "mcc" (Matthews' correlation) and "accuracy" for cola, "accuracy" and "f1" (of class 1) for
+        mrpc and qqp, "pearson" and "spearman" for stsb, else "accuracy". Constant predictions have
+        a correlation of 0.
     Raises:
         ValueError: the numbers of predictions and labels differ, or there are none.
     """

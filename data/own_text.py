@@ -259,6 +259,7 @@ def _task(data: str, target: targets.Target, columns: Columns, found: str = "") 
         objective=target.objective,
         labels=target.names,
         score=partial(targets.score, target),
+        metrics=target.metrics,
         found=found,
         columns=dataclasses.asdict(columns),
     )

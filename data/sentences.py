@@ -33,6 +33,7 @@ class Task:
             regression of the number, or () where it has no name.
         score: computes metrics from logits [n, outputs] and labels, see `Encoded`; raises
             ValueError for what cannot be scored.
+        metrics: their names, in the order of `score`.
         columns: where the data have text and labels, as own_text.Columns: export/columns.json.
         found: what the first line of a run says of labels that are found in the data.
     """
@@ -41,6 +42,7 @@ class Task:
     objective: str
     labels: tuple[str, ...]
     score: Callable[[np.ndarray, np.ndarray], dict[str, float]]
+    metrics: tuple[str, ...]
     columns: dict[str, Any]
     found: str = ""
 

@@ -55,6 +55,13 @@ def test_flags_change_the_config_of_a_preset():
     )
 
 
+@pytest.mark.parametrize("line", ["tiny --data -loss --remat", "tiny --data=-loss --remat"])
+def test_a_word_with_one_minus_is_a_value(line):
+    config = parse(line)
+    assert config.data == "-loss"
+    assert config.layout.remat
+
+
 PRESET_FIRST = "the preset comes first"
 
 

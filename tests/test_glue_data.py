@@ -777,7 +777,8 @@ def test_scores_are_those_of_the_definitions():
     labels = np.array([1, 1, 1, 0, 0, 1, 0, 0])
     found = np.array([1, 0, 1, 0, 1, 1, 0, 0])
 
-    assert score("cola", found, labels) == {"mcc": pytest.approx((3 * 3 - 1) / (4 * 4))}
+    mcc = pytest.approx((3 * 3 - 1) / (4 * 4))
+    assert score("cola", found, labels) == {"mcc": mcc, "accuracy": 0.75}
     assert score("mrpc", found, labels) == {"accuracy": 0.75, "f1": pytest.approx(0.75)}
     assert score("qqp", 1 - found, labels) == {"accuracy": 0.25, "f1": pytest.approx(0.25)}
     for task in ("sst2", "mnli", "qnli", "rte", "wnli"):
@@ -792,7 +793,7 @@ def test_scores_are_those_of_the_definitions():
 def test_constant_predictions_score_nothing():
     labels = np.array([0, 1, 1, 0])
 
-    assert score("cola", [1, 1, 1, 1], labels) == {"mcc": 0}
+    assert score("cola", [1, 1, 1, 1], labels) == {"mcc": 0, "accuracy": 0.5}
     assert score("mrpc", [0, 0, 0, 0], labels) == {"accuracy": 0.5, "f1": 0}
     constant = np.full(4, 2.5, np.float32)
     expected = {"pearson": 0, "spearman": 0}

@@ -348,6 +348,7 @@ def test_an_evaluation_counts_each_readable_picture_once(objective, tmp_path, me
 
     step = device.compiled(resnet50.eval_step, mesh)
     found = resnet50.evaluate(step, state, images, config, mesh)
+    assert list(found) == resnet50.metric_names(config)
 
     readable = [index for index in range(len(images)) if index != 4]
     logits = []

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from data import criteo, wmt
 from models import architectures, encoders, objectives
 from train import dlrm, glue, pretrain, resnet50, transformer, translate
-from train.common import accumulate, device, embedding, loading, many_steps
+from train.common import accumulate, best, device, embedding, loading, many_steps
 
 
 # ---- optimizers ----------------------------------------------------------------------------------
@@ -45,34 +45,152 @@ class FineTuning:
     weight_decay: float
     epochs: int
     beta2: float
+    clip: float = 1.0
 
 
-# google-research/bert's run_classifier.py; Liu et al. 2019, table 10; Yang et al. 2019, table 8
+# google-research/bert's run_classifier.py; Liu et al. 2019, table 10; zihangdai/xlnet's
+# run_classifier.py
 FINE_TUNING = {
     "bert": FineTuning(lr=2e-5, warmup=0.1, weight_decay=0.01, epochs=3, beta2=0.999),
     "distilbert": FineTuning(lr=5e-5, warmup=0.1, weight_decay=0.01, epochs=3, beta2=0.999),
-    "roberta": FineTuning(lr=2e-5, warmup=0.06, weight_decay=0.1, epochs=10, beta2=0.98),
+    "roberta": FineTuning(
+        lr=2e-5, warmup=0.06, weight_decay=0.1, epochs=10, beta2=0.98, clip=math.inf
+    ),
     "xlnet": FineTuning(lr=3e-5, warmup=0.1, weight_decay=0.0, epochs=3, beta2=0.999),
 }
 FINE_TUNING["fairseq-roberta"] = FINE_TUNING["roberta"]
 FINE_TUNING["auto"] = FINE_TUNING["bert"]
 
 
+def own_sentences(model: str) -> glue.Config:
+    return glue.Config(model=model, data="own.csv", text=("text",), label="label", checkpoint="a/b")
+
+
 @pytest.mark.parametrize("model", encoders.NAMES)
 def test_fine_tuning_has_the_optimizer_of_its_recipe(model, mesh):
+    """That of the model alone, which the user's own sentences get."""
     recipe = FINE_TUNING[model]
 
-    config = glue.validate(glue.Config(model=model, data="x/y", checkpoint="a/b"))
+    config = glue.validate(own_sentences(model))
     data = glue.open_data(glue.validate(replace(glue.TINY, model=model)))
     optimizer = glue.build(config, data, mesh).optimizer
 
-    for name in ("lr", "warmup", "weight_decay", "epochs"):
+    for name in ("lr", "warmup", "weight_decay", "epochs", "clip"):
         assert getattr(config, name) == getattr(recipe, name), name
     assert config.batch_size == 32
-    assert config.clip == 1.0
+    assert config.best == ""
     assert type(optimizer) is torch.optim.AdamW
     decays = [recipe.weight_decay, 0.0]
     assert_numbers(optimizer, decays, betas=(0.9, recipe.beta2), eps=1e-6, amsgrad=False)
+
+
+@dataclass(frozen=True)
+class TaskRecipe:
+    """What is published of fine-tuning on one task of GLUE."""
+
+    batch_size: int
+    lr: float
+    updates: int
+    warmup_updates: int
+    best: str
+
+
+# The files in examples/roberta/config/finetuning of fairseq. All have weight_decay 0.1, clip_norm
+# 0.0 and max_epoch 10. That of STS-B has no best_checkpoint_metric, whose default is "loss", with
+# maximize_best_checkpoint_metric false (fairseq/dataclass/configs.py).
+FAIRSEQ = {
+    "cola": TaskRecipe(16, lr=1e-5, updates=5336, warmup_updates=320, best="accuracy"),
+    "mnli": TaskRecipe(32, lr=1e-5, updates=123_873, warmup_updates=7432, best="accuracy"),
+    "mrpc": TaskRecipe(16, lr=1e-5, updates=2296, warmup_updates=137, best="accuracy"),
+    "qnli": TaskRecipe(32, lr=1e-5, updates=33_112, warmup_updates=1986, best="accuracy"),
+    "qqp": TaskRecipe(32, lr=1e-5, updates=113_272, warmup_updates=28_318, best="accuracy"),
+    "rte": TaskRecipe(16, lr=2e-5, updates=2036, warmup_updates=122, best="accuracy"),
+    "sst2": TaskRecipe(32, lr=1e-5, updates=20_935, warmup_updates=1256, best="accuracy"),
+    "stsb": TaskRecipe(16, lr=2e-5, updates=3598, warmup_updates=214, best="-loss"),
+}
+# zihangdai/xlnet, issue 96. eval_all_ckpt=True: run_classifier.py then takes the checkpoint of the
+# highest eval_accuracy, of a regression that of the highest eval_pearsonr.
+XLNET = {
+    "cola": TaskRecipe(128, lr=3e-5, updates=3000, warmup_updates=500, best="accuracy"),
+    "mnli": TaskRecipe(128, lr=3e-5, updates=10_000, warmup_updates=1000, best="accuracy"),
+    "mrpc": TaskRecipe(32, lr=5e-5, updates=800, warmup_updates=200, best="accuracy"),
+    "qqp": TaskRecipe(128, lr=3e-5, updates=14_000, warmup_updates=1000, best="accuracy"),
+    "rte": TaskRecipe(32, lr=3e-5, updates=800, warmup_updates=200, best="accuracy"),
+    "sst2": TaskRecipe(32, lr=2e-5, updates=10_000, warmup_updates=1000, best="accuracy"),
+    "stsb": TaskRecipe(32, lr=5e-5, updates=1200, warmup_updates=120, best="pearson"),
+}
+# Training examples of nyu-mll/glue.
+SIZES = {
+    "cola": 8551,
+    "mnli": 392_702,
+    "mrpc": 3668,
+    "qqp": 363_846,
+    "rte": 2490,
+    "sst2": 67_349,
+    "stsb": 5749,
+}
+
+
+def recipe_of(model: str, task: str) -> glue.Config:
+    """Returns the numbers with which a task is trained where no flag gives others."""
+    return glue.validate(glue.Config(model=model, task=task, data="x/y", checkpoint="a/b"))
+
+
+def assert_recipe(config: glue.Config, expected: TaskRecipe) -> None:
+    assert config.batch_size == expected.batch_size
+    assert config.lr == expected.lr
+    assert config.warmup == pytest.approx(expected.warmup_updates / expected.updates, rel=0.01)
+    assert config.best == expected.best
+    assert config.patience == 0
+
+
+@pytest.mark.parametrize("model", ["roberta", "fairseq-roberta"])
+@pytest.mark.parametrize("task", FAIRSEQ)
+def test_robertas_recipe_of_a_task_is_fairseqs_file(task, model):
+    config = recipe_of(model, task)
+
+    assert_recipe(config, FAIRSEQ[task])
+    assert config.epochs == 10
+    assert config.weight_decay == 0.1
+    assert config.clip == math.inf
+
+
+@pytest.mark.parametrize("task", XLNET)
+def test_xlnets_recipe_of_a_task_is_its_authors(task):
+    config = recipe_of("xlnet", task)
+
+    assert_recipe(config, XLNET[task])
+    updates = config.epochs * SIZES[task] / config.batch_size
+    assert updates == pytest.approx(XLNET[task].updates)
+    assert config.weight_decay == 0.0
+    assert config.clip == 1.0
+
+
+def test_distilberts_recipe_of_sst2_is_that_of_its_card():
+    """distilbert-base-uncased-finetuned-sst-2-english: learning_rate = 1e-5, batch_size = 32,
+    warmup = 600, num_train_epochs = 3.0."""
+    config = recipe_of("distilbert", "sst2")
+
+    updates = 3 * SIZES["sst2"] / 32
+    assert_recipe(config, TaskRecipe(32, 1e-5, updates, warmup_updates=600, best=""))
+    assert config.epochs == 3
+
+
+def test_a_recipe_names_tasks_of_glue_and_metrics_that_they_have():
+    for model in encoders.NAMES:
+        for task in encoders.by_name(model).fine_tuning.tasks:
+            recipe = encoders.by_name(model).fine_tuning.of_task(task)
+            metrics = (*glue.glue.TASKS[task].metrics, "loss")
+            best.criterion(recipe.best, 0, metrics)  # raises
+
+
+def test_a_flag_comes_before_the_recipe():
+    config = glue.Config(model="roberta", task="cola", data="x/y", checkpoint="a/b")
+    given = {"batch_size": 64, "lr": 3e-5, "clip": 0.5, "best": ""}
+
+    found = glue.validate(replace(config, **given))
+
+    assert {name: getattr(found, name) for name in given} == given
 
 
 @dataclass(frozen=True)
@@ -327,8 +445,13 @@ GRADIENT_OF_NORM_5 = torch.tensor([3.0, 4.0])
 
 @pytest.mark.parametrize(
     ("config", "distance"),
-    [(glue.Config(), 1.0), (glue.Config(clip=2.5), 2.5), (glue.Config(clip=7.0), 5.0)],
-    ids=["default", "2.5", "7.0"],
+    [
+        (glue.Config(clip=1.0), 1.0),
+        (glue.Config(clip=2.5), 2.5),
+        (glue.Config(clip=7.0), 5.0),
+        (glue.Config(clip=math.inf), 5.0),
+    ],
+    ids=["1.0", "2.5", "7.0", "inf"],
 )
 def test_fine_tuning_clips_as_its_flag_says(config, distance):
     assert moved(glue, config, GRADIENT_OF_NORM_5) == pytest.approx(distance, rel=1e-4)
@@ -797,6 +920,7 @@ def test_resnets_metrics_are_means_over_all_images(mesh):
     state = evaluation_state()
 
     found = resnet50.evaluate(step, state, data, config, mesh)
+    assert list(found) == resnet50.metric_names(config)
 
     assert found == {"top1": 0.4, "top5": 0.8, "loss": 3.0}
     assert state.model.training
@@ -849,10 +973,11 @@ def test_pretrainings_metrics_are_means_over_tokens_and_rows(mesh, any_number):
             {"loss": 9, "accuracy": 1, "next_sentence_accuracy": 1, "predicted": 2, "rows": 1},
         ]
     )
-    config = replace(pretrain.TINY, batch_size=16)
+    config = replace(pretrain.TINY, batch_size=16, next_sentence=True)
     state = evaluation_state()
 
     found = pretrain.evaluate(step, state, Rows(20), config, mesh)
+    assert list(found) == pretrain.metric_names(config)
 
     assert found == {"loss": 1.5, "accuracy": 0.2, "next_sentence_accuracy": 0.4}
     assert state.model.training
@@ -927,6 +1052,7 @@ def test_perplexity_is_of_the_loss_without_smoothing(mesh, number_as_bleu):
 
     found = transformer.evaluate(step, translations, state, sets, config, mesh)
 
+    assert tuple(found) == transformer.METRICS
     assert found == pytest.approx({"bleu": 7, "loss": 65 / 12, "ppl": math.exp(20 / 12)})
     assert state.model.training
 
@@ -1006,7 +1132,7 @@ def of_split(metrics: dict[str, float], split: str) -> dict[str, float]:
 
 
 def expected_metrics(task: str, logits: Tensor, labels: np.ndarray) -> dict[str, float]:
-    """Returns the metrics of Wang et al. 2019, table 1, and the loss."""
+    """Returns the metrics of Wang et al. 2019, table 1, of CoLA also the accuracy, and the loss."""
     if task == "stsb":
         scores = logits[:, 0].numpy()
         return {
@@ -1020,7 +1146,6 @@ def expected_metrics(task: str, logits: Tensor, labels: np.ndarray) -> dict[str,
     values = {"loss": sklearn.metrics.log_loss(labels, chances, labels=range(logits.shape[1]))}
     if task == "cola":
         values["mcc"] = sklearn.metrics.matthews_corrcoef(labels, predicted)
-        return values
     values["accuracy"] = sklearn.metrics.accuracy_score(labels, predicted)
     if task in ("mrpc", "qqp"):
         values["f1"] = sklearn.metrics.f1_score(labels, predicted)
@@ -1039,6 +1164,7 @@ def test_metrics_of_fine_tuning_are_scikit_learns_and_scipys(task, mesh, monkeyp
         return of_sentences(task, {name: values.cpu() for name, values in batch.items()})
 
     found = glue.evaluate(step, state, data, config, mesh)
+    assert list(found) == glue.metric_names(data)
 
     assert state.model.training
     count = 0
@@ -1064,6 +1190,7 @@ def test_dlrms_metrics_are_scikit_learns_without_padding(mesh, monkeypatch):
         return torch.stack([logit, batch["label"], batch["mask"]], 1)
 
     found = dlrm.evaluate(step, state, clicks, dlrm.TINY, mesh)
+    assert tuple(found) == dlrm.METRICS
 
     whole = clicks.batch(np.arange(203))
     labels = whole["label"]

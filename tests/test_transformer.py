@@ -281,11 +281,12 @@ def test_an_export_says_what_its_symbols_are(trained, tmp_path, mesh):
     data = transformer.open_data(config)
     state = transformer.build(config, data, mesh)
 
-    transformer.export(str(tmp_path), state, data, replace(config, pieces=""), mesh)
+    transformer.export(str(tmp_path), state, data, replace(config, pieces=""), mesh, updates=1)
     _, codec = translate.load(str(tmp_path), mesh)
     assert codec.pieces == "words"
 
-    transformer.export(str(tmp_path), state, data, replace(config, pieces="subword_nmt"), mesh)
+    joined = replace(config, pieces="subword_nmt")
+    transformer.export(str(tmp_path), state, data, joined, mesh, updates=1)
     _, codec = translate.load(str(tmp_path), mesh)
     assert codec.pieces == "subword_nmt"
 

@@ -75,6 +75,8 @@ class Config:
     eval_every: int = 0  # steps between evaluations; 0: at the end of each epoch
     save_every: int = 10_000  # steps between checkpoints; there is one at each evaluation, too
     keep: int = 2  # checkpoints that stay
+    best: str = ""  # exports the best checkpoint by auc, -loss, …; "": the last
+    patience: int = 0  # evaluations without a better --best that end the training; 0: none do
     runs: str = "runs"  # folder or URL (gs://bucket/runs) of all runs
     name: str = ""  # folder of this run below it; "": chosen
     strict: bool = True  # a recompilation or a host fall-back stops the run
@@ -132,6 +134,7 @@ MAY_CHANGE += ("workers", "log_every", "save_every", "keep", "strict", "safe_for
 EVALUATE_FLAGS = ("plan", "model_devices", "exchange_room")
 # Examples per evaluation step, over all devices: facebookresearch/dlrm's, fewer for a small set.
 EVAL_BATCH = 16_384
+METRICS = ("auc", "loss", "ne")  # of an evaluation
 ADAGRAD_EPS = 1e-8  # of MLPerf v2's reference, and of fbgemm
 # torchrec's name of a table.
 TABLE_KEY = "sparse_arch.embedding_bag_collection.embedding_bags.t_{}.weight"
@@ -416,7 +419,7 @@ def export(
     folder: str, state: State, data: Data, config: Config, mesh: Mesh, checkpoint_folder: str
 ) -> None:
     """Writes what torchrec's DLRM loads: model.safetensors without the tables, and a file per
-    table, out of the newest checkpoint, the only place where a table is whole. For a log of the
+    table, out of the state's checkpoint, the only place where a table is whole. For a log of the
     user's own the maps from values to ids come along, in the folder clicks."""
     if not mesh.main_process:
         return
@@ -625,6 +628,7 @@ def main(config: Config) -> dict[str, float]:
         sources=splits.sources_of(*data),
         older_sources=splits.sources_of(*data, of="older_source"),
         total_steps=total_steps,
+        metrics=METRICS,
     )
     if run.finished:
         return run.print_summary()
@@ -673,7 +677,7 @@ def main(config: Config) -> dict[str, float]:
         if run.evaluation_due:  # the run ended between a checkpoint and its evaluation
             metrics = evaluation(start)
 
-        for step, batch in enumerate(loader, start + 1):
+        for step, batch in enumerate(run.batches(loader), start + 1):
             batches.append(batch)
             # A call has one learning rate, so in the warm-up each step is a call of its own.
             if not many_steps.ends_call(
@@ -711,6 +715,7 @@ def main(config: Config) -> dict[str, float]:
 
         # ---- the end -----------------------------------------------------------------------------
         run.checkpoints.wait()
+        metrics = run.load_best() or metrics  # with --best: of the state that it has loaded
         if not metrics:  # the run ended after the last step, before the export
             metrics = evaluate(eval_fn, state, data.eval, config, mesh)
         if config.data == "synthetic":
@@ -718,8 +723,8 @@ def main(config: Config) -> dict[str, float]:
                 f"a perfect model would reach an AUC of {data.eval.perfect_auc():.4f} "
                 "on this synthetic data"
             )
-        last_checkpoint = run.checkpoints.folder(total_steps)
-        export(f"{run.path}/export", state, data, config, mesh, last_checkpoint)
+        exported = run.checkpoints.folder(run.saved_step)  # the last one, or the best
+        export(f"{run.path}/export", state, data, config, mesh, exported)
         run.finish(metrics)
     return metrics
 

@@ -65,13 +65,15 @@ class Config:
     labels: str = ""  # of --checkpoint's head: its classes in order, a,b,…; where it names none
     lengths: tuple[int, ...] = (32, 64, 128)  # tokens: a compiled shape each; longer rows are cut
     group_by_length: bool = False  # batches of like length: less padding, but less accurate
-    batch_size: int = 32  # sequences per update, over all devices
+    batch_size: int | None = None  # sequences per update, over all devices; None: model's recipe
     update_every: int = 1  # gradient-accumulation steps: micro-batches that a batch is cut into
-    epochs: float | None = None  # passes over the data; None: the model's recipe
+    epochs: float | None = None  # passes over the data; None: the recipe
     lr: float | None = None  # peak learning rate; None: the recipe
     warmup: float | None = None  # share of steps that lr rises in; then it falls to 0; None: recipe
     weight_decay: float | None = None  # of AdamW; not of biases and norms; None: the recipe
-    clip: float = 1.0  # largest norm of all gradients
+    clip: float | None = None  # largest norm of all gradients; inf: not clipped; None: the recipe
+    best: str | None = None  # exports the best by accuracy, -loss, …; "": the last; None: recipe
+    patience: int = 0  # evaluations without a better --best that end the training; 0: none do
     precision: Literal["bfloat16", "float32", "fast_float32"] = "bfloat16"  # train/common/device.py
     device: Literal["xla", "cpu", "cuda"] = "xla"  # xla: a TPU or XLA on CPUs; else plain PyTorch
     layout: Layout = WHOLE  # --mesh, --shard-state, --remat: docs/large_models.md
@@ -87,7 +89,16 @@ class Config:
     safe_forms: bool = False  # slower forms for a TPU whose compiler crashes: docs/tpu.md
 
 
-TINY = Config(**cli.TRIAL, task="sst2", lengths=(16, 32), epochs=6, lr=2e-3, weight_decay=0.01)
+TINY = Config(
+    **cli.TRIAL,
+    task="sst2",
+    lengths=(16, 32),
+    batch_size=32,
+    epochs=6,
+    lr=2e-3,
+    weight_decay=0.01,
+    clip=1.0,
+)
 
 # Fields that a resumed run may change: these do not change the trained weights. keep does not
 # either, but has never been among them: a run with another --keep is another run.
@@ -99,6 +110,8 @@ REQUIRED = ("group_by_length",)
 # rounding.
 EVALUATE_FLAGS = ("batch_size", "update_every")
 COLUMNS = "columns.json"  # of an export: what `make predict` needs to know of the training
+# Fields whose None is the recipe's value.
+OF_RECIPE = ("batch_size", "epochs", "lr", "warmup", "weight_decay", "clip", "best")
 ADAM_EPS = 1e-6  # of BERT's and DistilBERT's code, and in RoBERTa's and XLNet's papers
 SYNTHETIC_SIZE = "tiny"  # a trial's network
 SYNTHETIC_WORDS = 400  # a trial's largest vocabulary
@@ -152,16 +165,22 @@ def learning_rate(config: Config, step: int, total_steps: int) -> float:
 
 
 def recipe_of(config: Config) -> FineTuning:
-    """Returns the published numbers for the model, or our own for new weights."""
+    """Returns the published recipe: that of the model for a task of GLUE; the model's alone for the
+    user's own sentences and for trials, of which none is published; or our own for new weights."""
     if config.checkpoint == NEW:
         return NEW_RECIPE
-    return encoders.by_name(config.model).fine_tuning
+    recipe = encoders.by_name(config.model).fine_tuning
+    if config.text or config.data == "synthetic":
+        return recipe
+    return recipe.of_task(config.task)
 
 
 def with_recipe(config: Config) -> Config:
-    """Returns the config with the recipe's numbers where a field is None."""
+    """Returns the config with a task, and with the recipe's numbers where a field is None."""
+    if not config.text:
+        config = replace(config, task=config.task or "mrpc")
     recipe = recipe_of(config)
-    for name in ("epochs", "lr", "warmup", "weight_decay"):
+    for name in OF_RECIPE:
         if getattr(config, name) is None:
             config = replace(config, **{name: getattr(recipe, name)})
     return config
@@ -185,8 +204,6 @@ def validate(config: Config) -> Config:
     check_columns(config)
     if config.text:
         config = replace(config, objective=config.objective or "classes")
-    else:
-        config = replace(config, task=config.task or "mrpc")
     if not config.checkpoint and config.data != "synthetic":
         usual = recipe_of(config).checkpoint
         if not usual:
@@ -508,12 +525,23 @@ def evaluate(
         is_example = indices >= 0  # the others are padding
         labels = torch.from_numpy(examples.labels[indices[is_example]])
 
-        # MNLI alone is evaluated on two splits.
-        prefix = "mismatched_" if split.endswith("mismatched") else ""
         for name, value in task_metrics(data.task, logits[is_example], labels).items():
-            metrics[prefix + name] = value
+            metrics[prefix_of(split) + name] = value
     state.model.train()
     return metrics
+
+
+def prefix_of(split: str) -> str:
+    """Returns what the names of a split's metrics begin with. MNLI alone has two splits."""
+    return "mismatched_" if split.endswith("mismatched") else ""
+
+
+def metric_names(data: Data) -> list[str]:
+    """Returns the names of what `evaluate` returns, in its order."""
+    names = []
+    for split in data.eval:
+        names += [prefix_of(split) + name for name in (*data.task.metrics, "loss")]
+    return names
 
 
 def evaluation_order(plan: batching.Plan) -> np.ndarray:
@@ -647,6 +675,7 @@ def main(config: Config) -> dict[str, float]:
         sources=splits.sources_of(data.train, *data.eval.values()),
         required=REQUIRED,
         total_steps=total_steps,
+        metrics=metric_names(data),
     )
     if run.finished:
         return run.print_summary()
@@ -695,7 +724,7 @@ def main(config: Config) -> dict[str, float]:
         if run.evaluation_due:  # the run ended between a checkpoint and its evaluation
             metrics = evaluation(start)
 
-        for step, micro_batches in enumerate(loader, start + 1):
+        for step, micro_batches in enumerate(run.batches(loader), start + 1):
             lr = learning_rate(config, step - 1, total_steps)
             device.set_lr(state.optimizer, lr)
             step_metrics = train_fn(state, micro_batches, config, mesh)
@@ -717,6 +746,7 @@ def main(config: Config) -> dict[str, float]:
 
         # ---- the end -----------------------------------------------------------------------------
         run.checkpoints.wait()
+        metrics = run.load_best() or metrics  # with --best: of the state that it has loaded
         if not metrics:  # the run ended after the last step, before the export
             metrics = evaluate(eval_fn, state, data, config, mesh)
         export(f"{run.path}/export", state, data, config, mesh)

@@ -66,6 +66,8 @@ class Config:
     eval_every: int = 5000  # updates between evaluations
     save_every: int = 0  # updates between checkpoints besides those at evaluations; 0: none
     keep: int = 2  # checkpoints that stay
+    best: str = ""  # exports the best checkpoint by accuracy, -loss, …; "": the last
+    patience: int = 0  # evaluations without a better --best that end the training; 0: none do
     runs: str = "runs"  # folder or URL (gs://bucket/runs) of all runs
     name: str = ""  # folder of this run below it; "": chosen
     strict: bool = True  # a recompilation or a host fall-back stops the run
@@ -98,6 +100,9 @@ MAY_CHANGE = ("workers", "log_every", "save_every", "strict", "layout", "safe_fo
 # Flags that may be given with --evaluate; all others are the run's. They change no number beyond
 # rounding.
 EVALUATE_FLAGS = ("batch_size", "update_every")
+# Fields that a trial's teacher does not have. They do not count for its name: older versions had
+# none of them, and find their teachers again.
+OF_STUDENT = ("best", "patience")
 ADAM_EPS = 1e-6  # of BERT's and DistilBERT's code, and in RoBERTa's and XLNet's papers
 SYNTHETIC_LENGTH = 32  # a trial's tokens per row
 SYNTHETIC_INIT = 0.05  # the spread of a trial's new weights
@@ -382,6 +387,14 @@ def evaluate(
     return metrics
 
 
+def metric_names(config: Config) -> list[str]:
+    """Returns the names of what `evaluate` returns, in its order."""
+    names = ["loss", "accuracy"]
+    if config.next_sentence:
+        names.append("next_sentence_accuracy")
+    return names
+
+
 def export(folder: str, state: State, data: Data, config: Config, mesh: Mesh) -> None:
     """Writes what transformers and `train.glue --checkpoint` load; for fairseq-roberta also what
     fairseq loads."""
@@ -408,10 +421,10 @@ def with_teacher(config: Config, mesh: Mesh) -> Config:
     Returns:
         The config, with the export of that run as its teacher.
     """
-    config_of_both = replace(config, checkpoint="")  # which is the student's alone
+    config_of_both = replace(config, checkpoint="", best="", patience=0)  # the student's alone
     identity = {}  # all that the teacher's numbers depend on
     for field in fields(config_of_both):
-        if field.name not in (*MAY_CHANGE, *FIELDS):
+        if field.name not in (*MAY_CHANGE, *FIELDS, *OF_STUDENT):
             identity[field.name] = getattr(config_of_both, field.name)
     fingerprint = zlib.crc32(repr(identity).encode())
     name = f"teacher-{fingerprint:08x}"
@@ -502,6 +515,7 @@ def main(config: Config) -> dict[str, float]:
         may_differ=MAY_CHANGE,
         sources=splits.sources_of(data.train.text, data.eval.text),
         total_steps=total_steps,
+        metrics=metric_names(config),
     )
     if run.finished:
         return run.print_summary()
@@ -549,7 +563,7 @@ def main(config: Config) -> dict[str, float]:
         if run.evaluation_due:  # the run ended between a checkpoint and its evaluation
             metrics = evaluation(start)
 
-        for step, micro_batches in enumerate(loader, start + 1):
+        for step, micro_batches in enumerate(run.batches(loader), start + 1):
             lr = learning_rate(config, step - 1)
             device.set_lr(state.optimizer, lr)
             step_metrics = train_fn(state, micro_batches, config, mesh)
@@ -570,6 +584,7 @@ def main(config: Config) -> dict[str, float]:
 
         # ---- the end -----------------------------------------------------------------------------
         run.checkpoints.wait()
+        metrics = run.load_best() or metrics  # with --best: of the state that it has loaded
         if not metrics:  # the run ended after the last step, before the export
             metrics = evaluate(eval_fn, state, data.eval, config, mesh)
         export(f"{run.path}/export", state, data, config, mesh)

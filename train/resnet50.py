@@ -76,6 +76,8 @@ class Config:
     save_every: int = 1000  # steps between checkpoints; there is one at each evaluation, too
     eval_every: int | None = 1  # epochs between evaluations; None: ten in a run
     keep: int = 3  # checkpoints that stay
+    best: str = ""  # exports the best checkpoint by top1, -loss, …; "": the last
+    patience: int = 0  # evaluations without a better --best that end the training; 0: none do
     runs: str = "runs"  # folder or URL (gs://bucket/runs) of all runs
     name: str = ""  # folder of this run below it; "": chosen
     strict: bool = True  # a recompilation or a host fall-back stops the run
@@ -623,6 +625,13 @@ def score(
     return metrics | {"loss": losses.mean().item()}
 
 
+def metric_names(config: Config) -> list[str]:
+    """Returns the names of what `evaluate` returns, in its order."""
+    if config.objective == "classes":
+        return ["top1", "top5", "loss"]
+    return [*targets.METRICS[config.objective], "loss"]
+
+
 def export(folder: str, state: State, data: Data, config: Config, mesh: Mesh) -> None:
     """Writes model.safetensors for `load_state_dict` of torchvision's model; its metadata names the
     classes, the objective and how an image is prepared (docs/exports.md)."""
@@ -760,6 +769,7 @@ def main(config: Config) -> dict[str, float]:
         may_differ=MAY_CHANGE,
         sources=splits.sources_of(*data),
         total_steps=total_steps,
+        metrics=metric_names(config),
     )
     if run.finished:
         return run.print_summary()
@@ -806,7 +816,7 @@ def main(config: Config) -> dict[str, float]:
         if run.evaluation_due:  # the run ended between a checkpoint and its evaluation
             metrics = evaluation(start)
 
-        for step, micro_batches in enumerate(loader, start + 1):
+        for step, micro_batches in enumerate(run.batches(loader), start + 1):
             lr = learning_rate(config, step - 1, steps_per_epoch)
             device.set_lr(state.optimizer, lr)
             step_metrics = train_fn(state, micro_batches, config, mesh)
@@ -826,6 +836,7 @@ def main(config: Config) -> dict[str, float]:
 
         # ---- the end -----------------------------------------------------------------------------
         run.checkpoints.wait()
+        metrics = run.load_best() or metrics  # with --best: of the state that it has loaded
         if not metrics:  # the run ended after the last step, before the export
             metrics = evaluate(eval_fn, state, data.eval, config, mesh)
         skipped = device.over_hosts(mesh, loader.skipped).total

@@ -77,6 +77,8 @@ class Config:
     eval_every: int = 5000  # updates between evaluations
     save_every: int = 1500  # updates between checkpoints; there is one at each evaluation, too
     keep: int = 5  # checkpoints of save_every, and the last, that stay; their mean is exported
+    best: str = ""  # exports the best checkpoint by bleu, -loss, …; "": the mean of --keep
+    patience: int = 0  # evaluations without a better --best that end the training; 0: none do
     runs: str = "runs"  # folder or URL (gs://bucket/runs) of all runs
     name: str = ""  # folder of this run below it; "": chosen
     strict: bool = True  # a recompilation or a host fall-back stops the run
@@ -125,6 +127,7 @@ VMEM_KIB = 32_768
 LOGIT_GRADIENT_STORED_ON = "TPU v6 lite"
 ADAM = {"betas": (0.9, 0.98), "eps": 1e-8}  # as in fairseq's recipes
 WARMUP_INIT_LR = 1e-7  # likewise
+METRICS = ("bleu", "loss", "ppl")  # of an evaluation during the training, of the split valid
 LARGEST_EXPONENT = 700  # math.exp of more overflows
 
 
@@ -447,7 +450,7 @@ def average_checkpoints(
     return steps
 
 
-def export(folder: str, state: State, data: Data, config: Config, mesh: Mesh) -> None:
+def export(folder: str, state: State, data: Data, config: Config, mesh: Mesh, updates: int) -> None:
     """Writes model.pt, which fairseq and `make translate` load, with dictionaries and tokenizer
     beside it."""
     # All hosts call it; the main one gets the weights.
@@ -463,7 +466,7 @@ def export(folder: str, state: State, data: Data, config: Config, mesh: Mesh) ->
     }
     if config.pieces:  # make translate joins them in the same way
         settings["pieces"] = config.pieces
-    model = fairseq.write_checkpoint(state.model, weights, config.updates, **settings)
+    model = fairseq.write_checkpoint(state.model, weights, updates, **settings)
     files.write_file(f"{folder}/model.pt", model)
 
     signatures = {}
@@ -546,8 +549,8 @@ def headline(
 
 
 def main(config: Config) -> dict[str, float]:
-    """Trains, averages the last checkpoints, evaluates, exports, or evaluates a finished run;
-    returns bleu, loss and ppl, and test_bleu, …."""
+    """Trains, averages the last checkpoints or takes the best one, evaluates, exports; or evaluates
+    a finished run. Returns bleu, loss and ppl, and test_bleu, …."""
     config = validate(resolve_config(config, EVALUATE_FLAGS))
     mesh = device.setup(
         config.seed,
@@ -582,6 +585,7 @@ def main(config: Config) -> dict[str, float]:
         sources=splits.sources_of(data.train, *data.eval.values()),
         total_steps=total_steps,
         unit="tokens",
+        metrics=METRICS,
     )
     if run.finished:
         return run.print_summary()
@@ -633,7 +637,7 @@ def main(config: Config) -> dict[str, float]:
         if run.evaluation_due:  # the run ended between a checkpoint and its evaluation
             evaluation(start)
 
-        for step, micro_batches in enumerate(loader, start + 1):
+        for step, micro_batches in enumerate(run.batches(loader), start + 1):
             lr = learning_rate(config, step - 1)
             device.set_lr(state.optimizer, lr)
             step_metrics = train_fn(state, micro_batches, config, mesh)
@@ -653,10 +657,13 @@ def main(config: Config) -> dict[str, float]:
 
         # ---- the end -----------------------------------------------------------------------------
         run.checkpoints.wait()
-        averaged = average_checkpoints(run.checkpoints, state.model, mesh)
-        run.message(f"the mean of the checkpoints of updates {averaged}:")
+        if config.best:
+            run.load_best()  # one checkpoint: a mean with others would not be the best one
+        else:
+            averaged = average_checkpoints(run.checkpoints, state.model, mesh)
+            run.message(f"the mean of the checkpoints of updates {averaged}:")
         metrics = evaluate(eval_fn, translator, state, data.eval, config, mesh)
-        export(f"{run.path}/export", state, data, config, mesh)
+        export(f"{run.path}/export", state, data, config, mesh, updates=run.saved_step)
         run.finish(metrics)
     return metrics
 

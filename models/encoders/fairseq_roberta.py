@@ -9,7 +9,6 @@ ENCODER = replace(
     roberta.ENCODER,
     fine_tuning=replace(
         roberta.ENCODER.fine_tuning,
-        source="Liu et al. 2019, table 10; fairseq's examples/roberta",
         checkpoint="",
     ),
     read_folder=fairseq_folders.read_folder,

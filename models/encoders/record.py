@@ -4,7 +4,7 @@ The records are the files beside this one.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -37,6 +37,11 @@ class FineTuning:
         warmup: share of the steps in which the learning rate rises.
         weight_decay, beta2: of AdamW.
         epochs: passes over the data.
+        batch_size: sequences of an update, over all devices.
+        clip: largest norm of all gradients; infinite: they are not clipped.
+        best: the metric by which the best checkpoint is chosen, as --best has it; "": the last
+            checkpoint is the result.
+        tasks: a task of GLUE -> the fields that are others for it.
     """
 
     source: str
@@ -46,6 +51,14 @@ class FineTuning:
     weight_decay: float
     epochs: float
     beta2: float = 0.999
+    batch_size: int = 32
+    clip: float = 1.0
+    best: str = ""
+    tasks: Mapping[str, Mapping[str, float | str]] = field(default_factory=dict)
+
+    def of_task(self, task: str) -> "FineTuning":
+        """Returns the recipe of one of GLUE's tasks."""
+        return replace(self, **self.tasks.get(task, {}))
 
 
 @dataclass(frozen=True)

@@ -101,8 +101,8 @@ class Job:
         config = tyro.extras.overridable_config_cli(self.script.PRESETS, args=arguments)
         if hasattr(config, "update_every"):
             cli.at_least(config, 1, "update_every")
-        if self.script is pretrain and config.batch_size is None:
-            config = replace(config, batch_size=pretrain.recipe_of(config).batch_size)
+        if self.script in (glue, pretrain):
+            config = self.script.with_recipe(config)
         if self.script is resnet50:
             config = resnet50.fit(config, steps.FINETUNED_IMAGES, devices)
 

@@ -217,6 +217,7 @@ class Checkpointer(contextlib.AbstractContextManager):
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         evaluates: bool = False,
+        best: int = 0,
     ) -> None:
         """Copies the state to the host and starts writing it in the background.
 
@@ -225,6 +226,9 @@ class Checkpointer(contextlib.AbstractContextManager):
 
         Args:
             evaluates: an evaluation of this state follows, whose metrics `add_metrics` adds.
+            best: the step of a checkpoint that stays beside the last `keep`; 0: there is none. What
+                says that it is the best one must be on disk before this call, which deletes the one
+                that was the best before.
 
         Raises:
             InputError: the save before this one failed; it names the checkpoint that is safe.
@@ -233,7 +237,7 @@ class Checkpointer(contextlib.AbstractContextManager):
         state = to_host(named_state(model, optimizer), self.layers, self.main_process)
         pieces = self.tables.copy() if self.tables is not None else None
         if self.main_process or self.tables is not None:
-            self._last = self._writer.submit(self._write, step, state, pieces, evaluates)
+            self._last = self._writer.submit(self._write, step, state, pieces, evaluates, best)
 
     def add_metrics(self, step: int, metrics: dict[str, float | None]) -> None:
         """Adds an evaluation's metrics to its step's checkpoint, in the background, after it."""
@@ -252,8 +256,10 @@ class Checkpointer(contextlib.AbstractContextManager):
         if self._last is not None and self._last.done():
             self.wait()
 
-    def _write(self, step: int, state: dict[str, Any], pieces: Any, evaluates: bool) -> None:
-        """Writes one checkpoint and deletes those that `keep` no longer covers.
+    def _write(
+        self, step: int, state: dict[str, Any], pieces: Any, evaluates: bool, best: int
+    ) -> None:
+        """Writes one checkpoint and deletes those that `keep` no longer covers, but for the best.
 
         Args:
             pieces: of the sharded tables on this host, by name; None: there are none.
@@ -272,7 +278,7 @@ class Checkpointer(contextlib.AbstractContextManager):
         try:
             self._write_files(self.folder(step), contents, pieces)
             if self.main_process:
-                self._delete_old(step)
+                self._delete_old(step, best)
         except (InputError, TypeError, AttributeError):  # the last two are bugs
             raise
         except Exception as error:  # every store has exceptions of its own
@@ -321,8 +327,9 @@ class Checkpointer(contextlib.AbstractContextManager):
             files.fsync(folder)
             files.fsync(self.path)
 
-    def _delete_old(self, step: int) -> None:
-        """Deletes checkpoints before `step` but for the last `keep`, torn ones as well."""
+    def _delete_old(self, step: int, best: int) -> None:
+        """Deletes checkpoints before `step`, torn ones as well, but for the last `keep` and the one
+        of the step `best`."""
         # Later steps do not count. A checkpoint of one is torn, or `restore` would have taken it.
         # It may have a COMPLETE all the same, which its files do not match, and so be among
         # `complete_steps`. There it must not push out the one of `step`.
@@ -330,7 +337,7 @@ class Checkpointer(contextlib.AbstractContextManager):
         for other in self.complete_steps():
             if other <= step and other % self.every == 0:
                 regular.append(other)
-        kept = regular[-self.keep :]
+        kept = [*regular[-self.keep :], best]
 
         for old in self._steps():
             if old < step and old not in kept:
@@ -434,6 +441,31 @@ class Checkpointer(contextlib.AbstractContextManager):
                 f"no checkpoint in {self.path} has whole tables; remove the folder to start again"
             )
         return 0
+
+    def load(
+        self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, mesh: Any
+    ) -> None:
+        """Loads the checkpoint of a step, as `restore` does the newest one.
+
+        On a pod all hosts call it together, after the main process has written the checkpoint.
+
+        Raises:
+            InputError: it is damaged, or not there; or it is of another model or optimizer.
+        """
+        device.wait_for_hosts(mesh)  # the main process has now written it
+        self._fs.invalidate_cache()
+        saved = self._read(step)
+        is_whole = device.over_hosts(mesh, int(saved is not None)).low > 0
+        damaged_tables = ""
+        if is_whole:
+            damaged_tables = self._load(step, saved.state, model, optimizer, mesh)
+        if not is_whole or damaged_tables:
+            because = f" ({damaged_tables})" if damaged_tables else ""
+            raise InputError(
+                f"the checkpoint of step {step} in {self.path}, the best one, is damaged or "
+                f"missing{because}; remove it and those of later steps: "
+                "the same command then trains again from what is left"
+            )
 
     def _load(
         self,

@@ -3,6 +3,7 @@ user can fix."""
 
 import contextlib
 import difflib
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import fields, is_dataclass
@@ -140,13 +141,28 @@ def parse(
     """Returns the Config of a command line, by default this process's; raises InputError, with one
     sentence, where it cannot be used. `prog`: how the program is started."""
 
+    if arguments is None:
+        arguments = sys.argv[1:]
+    arguments = _joined(arguments)
+
     def refuse(event: tyro_errors.ParseErrorEvent) -> None:
-        raise InputError(
-            _sentence(event, presets, prog, sys.argv[1:] if arguments is None else arguments)
-        )
+        raise InputError(_sentence(event, presets, prog, arguments))
 
     with tyro_errors.on_parse_error(refuse):
         return tyro.extras.overridable_config_cli(presets, prog=prog, args=arguments)
+
+
+def _joined(arguments: list[str]) -> list[str]:
+    """Returns arguments with `--best=-loss` for `--best -loss`: a word that begins with one minus
+    is a value, which tyro would take for a flag."""
+    joined = []
+    for argument in arguments:
+        is_value = re.match(r"-[a-zA-Z]\w", argument)
+        if is_value and joined and joined[-1].startswith("--") and "=" not in joined[-1]:
+            joined[-1] += f"={argument}"
+        else:
+            joined.append(argument)
+    return joined
 
 
 def _sentence(

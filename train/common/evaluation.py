@@ -19,7 +19,7 @@ import os
 import re
 from collections.abc import Sequence
 from dataclasses import fields, is_dataclass, replace
-from typing import Any
+from typing import Any, get_args
 
 import fsspec
 
@@ -27,7 +27,7 @@ from errors import InputError
 from train.common import cli, files
 from train.common.mesh import Layout, Mesh
 from train.common.metrics import finite, format_number
-from train.common.run_folder import now, start_record, to_json
+from train.common.run_folder import OLDER, now, start_record, to_json
 
 FIELDS = ("evaluate", "split")  # of a Config; a training has their defaults
 # Flags that every script may be given with --evaluate: what is evaluated, and where it is computed.
@@ -129,21 +129,23 @@ class FinishedRun:
     def config(self, kind: type, removed_fields: Sequence[str] = ()) -> Any:
         """Returns the run's config as a dataclass `kind`, with `evaluate` set.
 
-        A field that an older version did not have is the default. Raises InputError for a run of
-        another script.
+        A field that an older version did not have is the default, or as OLDER says. Raises
+        InputError for a run of another script.
 
         Args:
             removed_fields: see `resolve_config`.
         """
         defaults = kind()
         known = {field.name for field in fields(kind)}
+        lacking = {name: value for name, value in OLDER.items() if name in known}
         unknown = sorted(self.stored.keys() - known - set(removed_fields))
         if unknown:
             raise InputError(
                 f"{self.path} was trained with {', '.join(unknown[:5])}, which this script does "
                 "not have; evaluate it with the script, and the version, that trained it"
             )
-        return replace(_restored(defaults, self.stored), evaluate=self.path, split="")
+        restored = _restored(defaults, lacking | self.stored)
+        return replace(restored, evaluate=self.path, split="")
 
     def owns(self, data: str) -> bool:
         """Returns whether this is the data that the run was trained on, by its name."""
@@ -259,6 +261,8 @@ def _restored(defaults: Any, stored: dict[str, Any]) -> Any:
             value = _restored(default, value)
         elif isinstance(value, list):  # no field is one
             value = tuple(value)
+        elif isinstance(value, str) and float in (field.type, *get_args(field.type)):
+            value = float(value)  # "inf", which JSON has no number for
         values[field.name] = value
     return replace(defaults, **values)
 

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import math
+import os
 import sys
 import types
 from typing import Any
@@ -23,10 +24,16 @@ COUNTS = {
 
 
 class Metrics:
-    """What the main process writes of the numbers: metrics.jsonl, TensorBoard events."""
+    """What the main process writes of the numbers: metrics.jsonl, TensorBoard events.
+
+    Attributes:
+        evaluations: step -> metrics of each evaluation in metrics.jsonl, in the order of the steps;
+            None for a value that is not finite.
+    """
 
     def __init__(self, folder: RunFolder):
         self.folder = folder
+        self.evaluations: dict[int, dict[str, float | None]] = {}
         self._file = None  # until the first line
         self._events = None
 
@@ -49,6 +56,7 @@ class Metrics:
                 if record["step"] <= last:
                     kept.append(line)
                     seconds = {key: float(record["timing"][key]) for key in seconds}
+                    self._remember(record["step"], record)
             except (ValueError, KeyError, TypeError) as error:
                 raise InputError(
                     f"line {number} of {self.folder.path}/{FILE} is damaged; "
@@ -87,6 +95,14 @@ class Metrics:
                 if value is not None:
                     self._events.add_scalar(key, value, step)
         self.folder.last_step = step
+        self._remember(step, values)
+
+    def _remember(self, step: int, values: dict[str, Any]) -> None:
+        """Adds the metrics of an evaluation, if a line has any, to `evaluations`."""
+        for key, value in values.items():
+            if key.startswith(EVALUATION):
+                metrics = self.evaluations.setdefault(step, {})
+                metrics[key.removeprefix(EVALUATION)] = value
 
     def records(self) -> list[dict[str, Any]]:
         """Returns the lines of metrics.jsonl."""
@@ -95,21 +111,13 @@ class Metrics:
         with open(f"{self.folder.local}/{FILE}") as file:
             return [json.loads(line) for line in file]
 
-    def evaluation(self, step: int) -> dict[str, float | None]:
-        """Returns the metrics of the evaluation of a step; {} where there is none."""
-        found = {}
-        for record in self.records():
-            if record["step"] != step:
-                continue
-            for key, value in record.items():
-                if key.startswith(EVALUATION):
-                    found[key.removeprefix(EVALUATION)] = value
-        return found
-
     def flush(self) -> None:
-        """Writes what TensorBoard's writer still holds."""
+        """Writes what TensorBoard's writer still holds, and brings metrics.jsonl to the disk: a
+        checkpoint that is saved next may delete another by what it says."""
         if self._events is not None:
             self._events.flush()
+            with self.folder.writing(FILE):
+                os.fsync(self._file.fileno())
 
     def close(self) -> None:
         """Closes both files."""
@@ -135,6 +143,14 @@ def summary_table(summary: dict[str, Any], unit: str) -> dict[str, str]:
     rows = {}
     for key, value in summary["metrics"].items():
         rows[key.replace("_", " ")] = format_number(value)
+    if "best" in summary:
+        rows["best checkpoint"] = _format_best(**summary["best"])
+    if "stopped_early" in summary:
+        stopped = summary["stopped_early"]
+        rows["stopped early"] = (
+            f"at step {stopped['step']} of {stopped['total_steps']}, "
+            f"after {stopped['patience']} evaluation(s) without a better one"
+        )
 
     report = summary["report"]
     rows["training time"] = format_duration(summary["training_seconds"])
@@ -151,6 +167,13 @@ def summary_table(summary: dict[str, Any], unit: str) -> dict[str, str]:
         if key in report:
             rows[label or key] = _format_count(report[key])
     return rows
+
+
+def _format_best(metric: str, step: int | None, value: float | None) -> str:
+    """Returns the row about the exported checkpoint of a run with --best."""
+    if step is None:
+        return f"none, since --best {metric} was never finite; the newest is exported"
+    return f"step {step}, by --best {metric} ({format_number(value)})"
 
 
 def _format_count(count: int | list[str]) -> str:

@@ -11,6 +11,9 @@ runs/<name>/ (a local folder, or a URL such as gs://bucket/runs) holds
     curves.png     loss, learning rate and evaluation metrics over the steps, by train/common/watch
     checkpoints/   see checkpoint.py; written before the evaluation that belongs to it
     summary.json   written last: a run is finished if, and only if, it has one
+
+--best and --patience: see best.py. `checkpoint` keeps the checkpoint of the best evaluation so far,
+`batches` ends early, `load_best` brings the best state back for the export.
 """
 
 import contextlib
@@ -18,14 +21,14 @@ import math
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
 
 from errors import InputError
-from train.common import device, hooks
+from train.common import best, device, hooks
 from train.common.checkpoint import Checkpointer
 from train.common.mesh import Mesh
 from train.common.metrics import (
@@ -75,16 +78,23 @@ class Run:
             resumed run must have the same. None: nothing is recorded.
         older_sources: what an unfinished run read whose version recorded none. None: the same.
         unit: what `log` counts as examples.
+        metrics: the names of what `evaluation` records, of which config.best is one; (): config has
+            no fields `best` and `patience`.
 
     Attributes:
         path: its folder or URL.
         finished: nothing is left to train.
         summary: the results of a finished run, as in summary.json.
         evaluation_due: after `resume`, whether the checkpoint's state is still to be evaluated.
+        best: with --best, the best evaluation so far; only the main process has its metrics before
+            `load_best`.
+        stopped_early: --patience has ended the training.
+        saved_step: of the last checkpoint that was saved or loaded.
         watchers: those of its training, which are notified of what happens; see hooks.py.
 
     Raises:
-        InputError: the run's folder is unusable, or the hosts see different ones.
+        InputError: --best or --patience is unusable; the run's folder is, or the hosts see
+            different ones.
     """
 
     def __init__(
@@ -100,7 +110,13 @@ class Run:
         sources: dict[str, str] | None = None,
         older_sources: dict[str, str] | None = None,
         unit: str = "examples",
+        metrics: Sequence[str] = (),
     ):
+        self.criterion = best.Criterion()
+        if metrics:
+            self.criterion = best.criterion(config.best, config.patience, metrics)
+        self.best = best.Best()
+        self.stopped_early = False
         self.mesh = mesh
         self.total_steps = total_steps
         self.watchers: Sequence[hooks.Watcher] = ()
@@ -119,7 +135,7 @@ class Run:
         self.resumed = self.folder.stored is not None and not self.finished
         self.evaluation_due = False
         self._closed = self.finished
-        self._saved_step = 0
+        self.saved_step = 0
 
         self._metrics = Metrics(self.folder)
         self._pending: list[_Line] = []
@@ -140,6 +156,8 @@ class Run:
                 )
             kind = "resuming the unfinished run" if self.resumed else "new run"
             self.message(f"{kind} {self.path}{self.folder.reason}")
+            if self.criterion.metric:
+                self.message(self.criterion.describe())
         _check_hosts(mesh, self.folder)
 
     def resume(
@@ -163,7 +181,7 @@ class Run:
         start = self.start = self.checkpoints.restore(model, optimizer, self.mesh)
         device.same_on_all_hosts(self.mesh, "the step to resume from", start)
         device.same_on_all_hosts(self.mesh, "the size of the training data", examples)
-        self._saved_step = start
+        self.saved_step = start
         if self.resumed:
             self.folder.last_step = start
             if self._main:
@@ -173,6 +191,7 @@ class Run:
                     self._seconds[name] += seconds
             self.message(f"resuming after step {start}")
         self._find_evaluation(start)
+        self._find_best(start)
         return start
 
     def _find_evaluation(self, step: int) -> None:
@@ -183,13 +202,29 @@ class Run:
         moments may disagree about whether a run is resumed.
         """
         due = self._main and step > 0 and self.checkpoints.evaluation_follows
-        recorded = self._metrics.evaluation(step) if due else {}
+        recorded = self._metrics.evaluations.get(step) if due else None
         if recorded:
             # The process may have ended before they were in the checkpoint's record, too.
             self.checkpoints.add_metrics(step, recorded)
             due = False
         # The main process tells the others, which may see an older file.
         self.evaluation_due = device.over_hosts(self.mesh, int(due)).high > 0
+
+    def _find_best(self, step: int) -> None:
+        """Sets `best` and `stopped_early` by the evaluations up to a step.
+
+        The main process, which alone has them, tells the others: every host calls it.
+        """
+        if not self.criterion.metric:
+            return
+        found = self.criterion.find(self._metrics.evaluations)
+        self.best = replace(
+            found,
+            step=device.over_hosts(self.mesh, found.step).high,
+            evaluations_since=device.over_hosts(self.mesh, found.evaluations_since).high,
+        )
+        # After the last step nothing is left to be stopped.
+        self.stopped_early = step < self.total_steps and self.criterion.ends_training(self.best)
 
     @contextlib.contextmanager
     def training(
@@ -212,6 +247,21 @@ class Run:
         ):
             yield
 
+    def batches(self, loader: Iterable[Any]) -> Iterator[Any]:
+        """Yields the batches of the training loader, until --patience ends the training."""
+        if not self.stopped_early:  # a resumed run may have nothing left to train
+            for batch in loader:
+                yield batch
+                if self.stopped_early:
+                    break
+
+        if self.stopped_early:
+            self.message(
+                f"stopped early at step {self.saved_step} of {self.total_steps}: "
+                f"{self.best.evaluations_since} evaluation(s) without a better "
+                f"{self.criterion.name} (--patience {self.criterion.patience})"
+            )
+
     def checkpoint(self, step: int, *, due: bool, evaluates: bool = False) -> None:
         """Ends a step: notifies the watchers, and saves the model and the optimizer given to
         `resume` if a save is due, an evaluation follows, or the run is asked to stop.
@@ -233,8 +283,8 @@ class Run:
         if due or evaluates or stop:
             with self.pause("checkpoints"):
                 self.upload()  # what a resumed run keeps must be there before its checkpoint is
-                self.checkpoints.save(step, *self._saved, evaluates)
-            self._saved_step = step
+                self.checkpoints.save(step, *self._saved, evaluates, self.best.step)
+            self.saved_step = step
         self.checkpoints.raise_failure()
 
         if stop:
@@ -377,18 +427,84 @@ class Run:
 
     def evaluation(self, step: int, **metrics: float) -> None:
         """Records and prints evaluation metrics, which are numbers already, and adds them to the
-        checkpoint of their step. The time this takes is a pause."""
+        checkpoint of their step. The time this takes is a pause.
+
+        Every host calls it. With --best it decides on all of them which checkpoint is the best now.
+        """
+        self._check_metrics(step, metrics)
         with self.pause():
             values = {f"{EVALUATION}{key}": float(value) for key, value in metrics.items()}
             words = "  ".join(f"{key} {format_number(value)}" for key, value in metrics.items())
+            if self._would_be_best(step, metrics):
+                words += "  best so far"
             self._write(step, values, self._read_clock(), [f"evaluation: {words}"])
-            if step == self._saved_step:
+            if step == self.saved_step:
                 self.checkpoints.add_metrics(step, finite(metrics))
             self.evaluation_due = False
+            self._find_best(step)
             try:
                 self.upload()
             except InputError as error:  # storage that is away for a moment must not end a long run
                 self.message(f"warning: {error}; the next evaluation tries again")
+
+    def _check_metrics(self, step: int, metrics: dict[str, float]) -> None:
+        """Raises RuntimeError where --best cannot go by an evaluation: the script has a bug."""
+        if not self.criterion.metric:
+            return
+        if list(metrics) != list(self.criterion.metrics):
+            raise RuntimeError(
+                f"the evaluation has {', '.join(metrics)}; "
+                f"Run was told {', '.join(self.criterion.metrics)}"
+            )
+        if step != self.saved_step:
+            raise RuntimeError(
+                f"step {step} is evaluated, and its checkpoint was not saved: "
+                "call checkpoint(step, evaluates=True) first"
+            )
+
+    def _would_be_best(self, step: int, metrics: dict[str, float]) -> bool:
+        """Returns whether an evaluation that is not recorded yet is better than those before it."""
+        if not self.criterion.metric:
+            return False
+        evaluations = {**self._metrics.evaluations, step: finite(metrics)}
+        return self.criterion.find(evaluations).step == step
+
+    def load_best(self) -> dict[str, float]:
+        """Loads the checkpoint of the best evaluation into what was given to `resume`.
+
+        Call it on every host, after the last step, inside of `training` and before the export.
+
+        Returns:
+            The metrics of that evaluation; {} without --best, or where its metric was never
+            finite: the state stays that of the last step then.
+        Raises:
+            InputError: the checkpoint is damaged.
+        """
+        if not self.criterion.metric:
+            return {}
+        self.checkpoints.wait()
+        if not self.best.step:
+            self.message(
+                f"no evaluation had a finite {self.criterion.name}: the newest state is exported"
+            )
+            return {}
+
+        # Only the main process has the numbers.
+        values = []
+        for name in self.criterion.metrics:
+            value = self.best.metrics.get(name)
+            values.append(math.nan if value is None else value)
+        values = device.from_main_process(self.mesh, values)
+        metrics = dict(zip(self.criterion.metrics, values, strict=True))
+        self.best = replace(self.best, metrics=metrics)
+
+        step = self.best.step
+        if step != self.saved_step:
+            self.checkpoints.load(step, *self._saved, self.mesh)
+            self.saved_step = step
+        value = format_number(metrics[self.criterion.name])
+        self.message(f"the best checkpoint is that of step {step}: {self.criterion.name} {value}")
+        return metrics
 
     def message(self, text: str) -> None:
         """Prints one line on the terminal of the main process."""
@@ -405,6 +521,8 @@ class Run:
             raise RuntimeError(
                 "finish() after close(): the run's folder is no longer this process's"
             )
+        if self.best.step not in (0, self.saved_step):
+            raise RuntimeError("finish() before load_best(): the state is not the best one")
         self._flush()
         clock = self._read_clock()
         per_second = f"{self._unit}_per_second"
@@ -428,6 +546,7 @@ class Run:
             "input_wait": statistics.fmean(waits) if waits else None,
             "report": device.graph_report(),
         }
+        self.summary |= self._summarize_best()
         # Merged at the end: a watcher may read `summary`, and must not see what another one adds.
         of_watchers = {}
         for watcher in self.watchers:
@@ -440,6 +559,24 @@ class Run:
             self.upload()
         self.finished = True
         self._release()
+
+    def _summarize_best(self) -> dict[str, Any]:
+        """Returns what summary.json says of --best and --patience."""
+        summary = {}
+        if self.criterion.metric:
+            found = self.best
+            summary["best"] = {
+                "metric": self.criterion.metric,
+                "step": found.step or None,
+                "value": found.metrics.get(self.criterion.name),
+            }
+        if self.stopped_early:
+            summary["stopped_early"] = {
+                "step": self.folder.last_step,
+                "total_steps": self.total_steps,
+                "patience": self.criterion.patience,
+            }
+        return summary
 
     def print_summary(self) -> dict[str, float]:
         """Prints the table of a finished run; returns its final metrics."""

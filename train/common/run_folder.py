@@ -10,6 +10,7 @@ import fcntl
 import importlib.metadata
 import itertools
 import json
+import math
 import os
 import platform
 import shlex
@@ -37,6 +38,9 @@ PACKAGES = (
     "transformers",
     "safetensors",
 )
+
+# What fields mean that a run of an older version has not stored, where Config's default is another.
+OLDER = {"best": "", "patience": 0}
 
 _LOCKS: dict[str, contextlib.ExitStack] = {}  # this process's last lock of each folder
 
@@ -88,7 +92,7 @@ class RunFolder:
         defaults = {}
         for field, value in _as_stored(type(config)()).items():
             if field not in required:
-                defaults[field] = value
+                defaults[field] = OLDER.get(field, value)
         self._choose(config.name, default_name, defaults, {"runs", "name", *may_differ})
 
     def _choose(
@@ -138,7 +142,7 @@ class RunFolder:
             was = old.get(field, "absent")
             now = new.get(field, "absent")
             if field not in may_differ and was != now:
-                changed[field] = f"{field} was {was}, now {now}"
+                changed[field] = f"{field} was {_shown(was)}, now {_shown(now)}"
 
         was = self.stored.get("sources")
         if was is None and self.summary is None:
@@ -292,9 +296,24 @@ def _is_summary(path: str) -> bool:
     return path.endswith("summary.json")
 
 
+def _shown(value: Any) -> str:
+    return str(value) if value != "" else '""'
+
+
 def _as_stored(config: Any) -> dict[str, Any]:
     """Returns a configuration's fields as config.json brings them back."""
-    return json.loads(to_json(dataclasses.asdict(config)))
+    return json.loads(to_json(_infinity_as_text(dataclasses.asdict(config))))
+
+
+def _infinity_as_text(value: Any) -> Any:
+    """Returns a value with "inf" for infinity, which JSON does not have."""
+    if isinstance(value, dict):
+        return {key: _infinity_as_text(entry) for key, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_infinity_as_text(entry) for entry in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value
 
 
 def to_json(content: Any, indent: int | None = None) -> bytes:

@@ -121,6 +121,9 @@ def _text(run: Any, stored: dict[str, Any], data: str) -> str:
         changes = " with changes" if git["dirty"] else ""
         commit = f", at commit {git['commit']}{changes}"
     took = f"{summary['steps']:,} steps in {summary['training_seconds']:,.0f} s without evaluations"
+    found = summary.get("best", {})
+    if found.get("step"):
+        took += f"; the weights are those of step {found['step']:,}, the best by {found['metric']}"
     machines = f"{devices['devices']} {devices['kind']} device(s)"
     metrics = {key: format_number(value) for key, value in summary["metrics"].items()}
     flags = {}
