@@ -484,7 +484,7 @@ def _check_hosts(mesh: Mesh, folder: RunFolder) -> None:
     deadline = time.monotonic() + SEEN_SECONDS
     while folder.fingerprint() != expected and time.monotonic() < deadline:
         time.sleep(1)
-        folder.files.invalidate_cache()
+        folder.fs.invalidate_cache()
     sees_it = int(folder.fingerprint() == expected)
     if not device.over_hosts(mesh, sees_it).low:
         raise InputError(
