@@ -49,8 +49,8 @@ def to_host(values: dict[str, Any], layers: Any = None, is_needed: bool = True) 
     It waits for the steps that compute them.
 
     Args:
-        layers: `Mesh.layers`, the sharding.Layers of a model that is split over devices. All hosts
-            of a pod must then call this together.
+        layers: `Mesh.layers`, the LayerSharding of a model that is split over devices. All hosts of
+            a pod must then call this together.
         is_needed: whether this host needs the values; else it gets {}.
     """
     tensors = {}
@@ -175,8 +175,8 @@ class Checkpointer(contextlib.AbstractContextManager):
         every: `keep` counts only checkpoints whose step is a multiple of it. The others, saved
             since an evaluation followed or a signal came, are deleted at the next save: which
             checkpoints train/transformer.py averages must not depend on when a run was stopped.
-        layers: `Mesh.layers`, the sharding.Layers of a model that is split over devices. They copy,
-            pack and load its state so that no host holds it twice.
+        layers: `Mesh.layers`, the LayerSharding of a model that is split over devices. It copies,
+            packs and loads its state so that no host holds it twice.
 
     Attributes:
         evaluation_follows: whether an evaluation of the restored state was to follow its save.
