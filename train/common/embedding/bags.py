@@ -146,7 +146,8 @@ class ShardedEmbeddingBags(nn.Module):
             lookups = torch.tensor([float(table.lookups) for table in tables])
             self._is_mean = self.devices.replicated(is_mean[None, :, None])
             self._lookups = self.devices.replicated(lookups[None, :, None])
-        device.run_pending()  # computes the initial values, which else became part of a first step
+        # Computes the initial values: they would be a part of the next program, that of a step.
+        device.run_pending()
 
     def extra_repr(self) -> str:
         described = []

@@ -41,10 +41,10 @@ def _rotation(device_rows: Tensor, owners: int) -> Tensor:
 
 @dataclass(frozen=True)
 class TableRun:
-    """Says which rows of a table some rows are that an owner holds one after the other.
+    """Tells which rows of a table a run of rows has.
 
-    An owner has some of the table's rows, in rising order. A run is a part of these, from the
-    `first` on; how many it has is told elsewhere. With one owner, row i of the run is table row
+    An owner has some of the table's rows, in rising order. A run has those of them from the `first`
+    on, without a gap; how many is no part of it. With one owner, row i of the run is table row
     first + i. With several, it is the owner's device row table_start + first + i, which
     `array_row_of` turns into an array row.
 

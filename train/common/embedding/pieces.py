@@ -182,7 +182,7 @@ def _group_keys(embeddings: Any, shapes: Shapes) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     for key in shapes:
         if key != STEP:
-            table_and_name, _, _ = key.rsplit("/", 2)  # without the run and the first column
+            table_and_name = key.rsplit("/", 2)[0]  # without the run and the first column
             found.setdefault(table_and_name, []).append(key)
 
     if expected != found.keys() or STEP not in shapes:
