@@ -74,7 +74,7 @@ class StepLoop:
         initial = {name: tensor.detach().clone() for name, tensor in held.items()}
         first_batch = _named_fields(batches[0])
 
-        # What is not among these, results and constants, is whole on every device.
+        # What has no entry, constants and what the step returns, is whole on every device.
         shardings = {name: _XLAC._get_xla_op_sharding(tensor) for name, tensor in held.items()}
         for name, tensor in first_batch.items():
             shardings[name] = self._batch_sharding(tensor.dim())
