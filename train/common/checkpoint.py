@@ -103,6 +103,8 @@ def load_state(
         for name, tensor in state.items():
             if torch.is_tensor(tensor):
                 tensor.copy_(saved.pop(name))
+                # Without an annotation the values would stay on the host until the first step. A
+                # count of steps is there anyway.
                 if tensor.device.type != "cpu":
                     device.annotate_placement(tensor, mesh)
 

@@ -494,6 +494,7 @@ class Trace:
                 outputs.append(leaf)
             leaves.append(Output(output_of_id[tensor_id]))
 
+        # Ids are counted: to torch_xla a tensor and its detached copy are one, with one id.
         _check_nothing_else_pending(expected=len(output_of_id))
         return leaves, outputs
 
