@@ -28,8 +28,8 @@ class Rules(Protocol):
     """What models/partition.py says of a model.
 
     Attributes:
-        parameters: the spec of each parameter, by a pattern of the end of its name, which begins
-            after a dot.
+        parameters: the spec of each parameter, by a pattern that fits the end of its name, from the
+            name's start or from a dot on.
         layer_lists: names of the lists of layers.
         heads: attention heads.
         shared: a pattern, found anywhere in the name of a module whose input is multiplied by
