@@ -38,11 +38,11 @@ def read_histories(
     Returns: the histories, and the number of films.
     Raises InputError: see data/movielens.py; or no user is left.
     """
-    path = movielens.rating_file(local_copy(str(folder), *movielens.FILES))
+    path = movielens.single_rating_file(local_copy(str(folder), *movielens.FILES))
     ratings = movielens.read_ratings(path, max_bad_share)
-    user = ratings[:, 0]
-    time = ratings[:, 3]
-    films, film = np.unique(ratings[:, 1], return_inverse=True)
+    user = ratings[:, movielens.USER]
+    time = ratings[:, movielens.TIME]
+    films, film = np.unique(ratings[:, movielens.FILM], return_inverse=True)
 
     # Not in the file's order: the 100k set has films by their numbers, which a model would learn.
     ties = np.random.default_rng(0).permutation(len(user))

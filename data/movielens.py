@@ -6,8 +6,8 @@ ratings.csv and movies.csv, whose columns go by the names in their header, in an
 ratings are needed.
 
 The 100k set has official splits, of two files each. The first of ua, ub, u1 to u5 that is whole is
-taken: trained on ua.base, evaluated on ua.test. Without one, a tenth of the ratings, by a hash of
-user and film, is for evaluation.
+taken: trained on its .base file, evaluated on its .test file. Without one, a tenth of the ratings,
+by a hash of user and film, is for evaluation.
 
 The features are the user, the film ("item"), the user's age, gender and occupation (where known),
 and the film's genres: a bag with as many lookups as any film has genres. Users, films and words
@@ -32,10 +32,12 @@ from errors import InputError
 
 RATING_FILES = ("u.data", "ua.base", "ratings.dat", "ratings.csv")
 OFFICIAL_SPLITS = ("ua", "ub", "u1", "u2", "u3", "u4", "u5")  # in the order of preference
-SPLIT_FILES = ("u?.base", "u?.test")  # patterns of their files
-FILES = (*RATING_FILES, *SPLIT_FILES, "u.item", "u.user", "movies.dat", "users.dat", "movies.csv")
+SPLIT_PATTERNS = ("u?.base", "u?.test")  # of their files
+OTHER_FILES = ("u.item", "u.user", "movies.dat", "users.dat", "movies.csv")
+FILES = (*RATING_FILES, *SPLIT_PATTERNS, *OTHER_FILES)  # names, and patterns of names
 RATING_COLUMNS = ("userId", "movieId", "rating", "timestamp")  # of ratings.csv
 FILM_COLUMNS = ("movieId", "title", "genres")  # of movies.csv
+USER, FILM, STARS, TIME = range(4)  # columns of what `read_ratings` returns
 LIKED = 4  # stars
 AGES = (18, 25, 35, 45, 50, 56)  # where the age groups of the 1M set begin
 YEAR = re.compile(r"\((\d{4})\)\s*$")  # at the end of a title
@@ -109,17 +111,19 @@ class MovieLens:
         self._set_source(files)
 
         # Users and films are indexed by the order of their numbers in the files.
-        rating_users = ratings[:, 0].astype(np.int64)
-        rating_films = ratings[:, 1].astype(np.int64)
+        rating_users = ratings[:, USER].astype(np.int64)
+        rating_films = ratings[:, FILM].astype(np.int64)
         user_numbers, user_index = np.unique(rating_users, return_inverse=True)
         film_numbers, film_index = np.unique(rating_films, return_inverse=True)
 
         if files.test is None:
             in_evaluation = _in_evaluation(rating_users, rating_films)
         else:
-            _check_apart(files, *of_files)
-            in_evaluation = np.arange(len(ratings)) >= len(of_files[0])
-        kept = in_evaluation == (split == "eval")
+            train, test = of_files
+            _check_apart(files, train, test)
+            in_evaluation = np.arange(len(ratings)) >= len(train)  # those of `test` come last
+        wants_evaluation = split == "eval"
+        kept = in_evaluation == wants_evaluation
         if not kept.any():
             raise InputError(
                 f"{files.train} has {len(ratings)} ratings, none of them in the {split} split; "
@@ -127,7 +131,7 @@ class MovieLens:
             )
         self._user = user_index[kept].astype(np.int32)  # [ratings], index of the user
         self._film = film_index[kept].astype(np.int32)
-        self._label = (ratings[kept, 2] >= LIKED).astype(np.float32)
+        self._label = (ratings[kept, STARS] >= LIKED).astype(np.float32)
 
         # What is known of each user and of each film that has a rating; None: nothing.
         users = [known_users.get(number) for number in user_numbers.tolist()]
@@ -143,10 +147,10 @@ class MovieLens:
         else:
             self.source = files.train.name if self.split == "train" else files.test.name
             with contextlib.suppress(InputError):  # a folder that those versions did not read
-                self.older_source = self._tenth(rating_file(folder))
+                self.older_source = self._tenth(single_rating_file(folder))
 
         of_splits = []
-        for pattern in SPLIT_FILES:
+        for pattern in SPLIT_PATTERNS:
             of_splits += [path.name for path in folder.glob(pattern)]
         self.left_out = []
         for name in dict.fromkeys((*RATING_FILES, *sorted(of_splits))):  # ua.base is in both
@@ -176,6 +180,7 @@ class MovieLens:
         # [users, columns]: the user, age, gender and occupation.
         columns = [feature.ids for feature in (user, *attributes)]
         self._user_columns = np.concatenate(columns, axis=1)
+        self._film_ids = film.ids  # [films, 1]
 
         features = [user, film, *attributes]
         self._genres = None
@@ -197,6 +202,7 @@ class MovieLens:
             if film is not None and film.year is not None:
                 years[index] = (film.year - 1985) / 15
 
+        # All 0 are left out: they are unknown, or as good as that, the same for all.
         self._age = ages if ages.any() else None
         self._year = years if years.any() else None
         known = [column for column in (self._year, self._age) if column is not None]
@@ -222,7 +228,7 @@ class MovieLens:
 
         # In the order of `features`.
         user_columns = self._user_columns[user]
-        ids = [user_columns[:, :1], film[:, None] + 1, user_columns[:, 1:]]
+        ids = [user_columns[:, :1], self._film_ids[film], user_columns[:, 1:]]
         if self._genres is not None:
             ids.append(self._genres[film])
         batch = {
@@ -240,8 +246,9 @@ class MovieLens:
 
 def _check_apart(files: RatingFiles, train: np.ndarray, test: np.ndarray) -> None:
     """Raises InputError where a rating to evaluate on is one to train on, too."""
-    trained = set(map(tuple, train[:, :2].tolist()))
-    for user, film in test[:, :2].tolist():
+    user_and_film = [USER, FILM]
+    trained = set(map(tuple, train[:, user_and_film].tolist()))
+    for user, film in test[:, user_and_film].tolist():
         if (user, film) in trained:
             raise InputError(
                 f"{files.train.name} and {files.test.name} both have the rating of film {film:.0f} "
@@ -345,7 +352,7 @@ def _read(
                 if header is not None:
                     fields = header.chosen(fields)
                 results.append(parse(*fields))
-            except UnicodeDecodeError:
+            except UnicodeDecodeError:  # of UTF-8: Latin-1 has no bytes that cannot be decoded
                 reason = "it is not UTF-8"
             except (ValueError, csv.Error) as error:
                 reason = str(error)
@@ -363,7 +370,7 @@ def _read(
     if bad:
         warnings.warn(
             f"{bad} malformed lines of {lines} were left out, the first: {first_bad}",
-            stacklevel=4,
+            stacklevel=4,  # the line that calls MovieLens or read_histories
         )
     return results
 
@@ -432,7 +439,7 @@ def find_ratings(folder: str | Path) -> RatingFiles:
         test = folder / f"{name}.test"
         if train.is_file() and test.is_file():
             return RatingFiles(train, test)
-    return RatingFiles(rating_file(folder))
+    return RatingFiles(single_rating_file(folder))
 
 
 def has_ratings(folder: Path) -> bool:
@@ -444,8 +451,9 @@ def has_ratings(folder: Path) -> bool:
     return True
 
 
-def rating_file(folder: str | Path) -> Path:
-    """Finds the ratings in a folder; raises InputError where there are none."""
+def single_rating_file(folder: str | Path) -> Path:
+    """Finds one file of ratings in a folder, whatever official splits it has; raises InputError
+    where there is none."""
     for name in RATING_FILES:
         path = Path(folder).expanduser() / name
         if path.is_file():
@@ -454,7 +462,7 @@ def rating_file(folder: str | Path) -> Path:
 
 
 def read_ratings(path: Path, max_bad_share: float) -> np.ndarray:
-    """Reads user, film, stars and time in seconds, float64 [N, 4], which holds all exactly."""
+    """Reads user, film, stars and time in seconds, float64 [N, 4]: all are exact in it."""
     if path.suffix == ".csv":
         rows = _read(path, ",", _rating, max_bad_share, columns=RATING_COLUMNS)
     elif path.suffix == ".dat":

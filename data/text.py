@@ -39,7 +39,7 @@ from transformers import (
 from data import splits
 from data.prepare.files import read_json
 from data.remote import FINISHED, local_copy
-from data.vocabulary import BERT_SPECIALS, KINDS, LONGEST, ROBERTA_SPECIALS, XLNET_SPECIALS
+from data.vocabulary import BERT_SPECIALS, KINDS, MAX_TOKENS, ROBERTA_SPECIALS, XLNET_SPECIALS
 from errors import InputError
 
 __all__ = ["Packed", "SyntheticText", "Text", "capacity", "open_text", "pack_rows"]
@@ -382,7 +382,7 @@ def _synthetic_tokenizer(
         return _unigrams(first, second, words)
     tokenizer_class = BertTokenizer if kind == "bert" else DistilBertTokenizer
     pieces = _word_pieces(first, second, words)
-    return tokenizer_class(vocab=pieces, model_max_length=LONGEST)
+    return tokenizer_class(vocab=pieces, model_max_length=MAX_TOKENS)
 
 
 def _byte_level(
@@ -404,7 +404,7 @@ def _byte_level(
     # As published, the mask takes the space before it.
     mask = AddedToken("<mask>", lstrip=True, special=True)
     return RobertaTokenizer(
-        vocab=vocabulary, merges=merges, mask_token=mask, model_max_length=LONGEST
+        vocab=vocabulary, merges=merges, mask_token=mask, model_max_length=MAX_TOKENS
     )
 
 
@@ -417,7 +417,7 @@ def _unigrams(first: Sequence[str], second: Sequence[str], words: Sequence[str])
     pieces += [(number, -5.0) for number in second]
     pieces.append((".", -3.0))
     pieces += [(letter, -20.0) for letter in ("▁", *_letters(first, second))]
-    return XLNetTokenizer(vocab=pieces, model_max_length=LONGEST)
+    return XLNetTokenizer(vocab=pieces, model_max_length=MAX_TOKENS)
 
 
 def _word_pieces(

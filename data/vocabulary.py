@@ -39,18 +39,31 @@ __all__ = ["KINDS", "continues_word", "learn"]
 
 KINDS = ("bert", "distilbert", "roberta", "xlnet")
 PARALLELISM = "TOKENIZERS_PARALLELISM"  # the variable that tokenizers reads
-# Tokens of a text: positions of the published models, and what XLNet was pretrained with.
-LONGEST = 512
+# In a text: positions of the published models, and what XLNet was pretrained with.
+MAX_TOKENS = 512
 MOST_CHARACTERS = 1000  # of the alphabet, as in BertWordPieceTokenizer of tokenizers
 BATCH = 1000  # lines given to the trainer at once
 
 # Characters of a word that is learnt from, as in clean-corpus-n.perl of Moses.
 LONGEST_WORD = 1000
-LONG_WORD = re.compile(rf"\w{{{LONGEST_WORD + 1},}}|[^\w\s]{{{LONGEST_WORD + 1},}}")
+# Characters of a word that WordPiece divides (its max_input_chars_per_word); a longer one is [UNK].
+MAX_INPUT_CHARS_PER_WORD = 100
+
+
+def _long_word(letter: str) -> re.Pattern:
+    """Returns the pattern of more than LONGEST_WORD letters, or other signs, in a row.
+
+    Args:
+        letter: pattern of one letter of a word.
+    """
+    too_many = f"{{{LONGEST_WORD + 1},}}"
+    return re.compile(rf"{letter}{too_many}|[^\w\s]{too_many}")
+
+
+LONG_WORD = _long_word(r"\w")
 # Each ideograph is a word to BERT, however many stand side by side.
 IDEOGRAPHS = r"\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0002fa1f"
-LONG_WORD_BERT = re.compile(LONG_WORD.pattern.replace(r"\w{", rf"[^\W{IDEOGRAPHS}]{{"))
-LONGEST_WORDPIECES = 100  # characters of a word that WordPiece divides; a longer one is [UNK]
+LONG_WORD_BERT = _long_word(rf"[^\W{IDEOGRAPHS}]")
 UNIGRAM_STEP = 1e-4  # of scores: Unigram's trainer counts characters without a piece up by it
 
 BERT_SPECIALS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
@@ -130,26 +143,27 @@ def _learn(batches: Iterator[list[str]], kind: str, size: int) -> PreTrainedToke
         # As in the published vocabulary: the mask takes the space before it.
         mask = AddedToken("<mask>", lstrip=True, special=True)
         return RobertaTokenizer(
-            vocab=vocabulary, merges=merges, mask_token=mask, model_max_length=LONGEST
+            vocab=vocabulary, merges=merges, mask_token=mask, model_max_length=MAX_TOKENS
         )
 
     if kind == "xlnet":
         scores = _learn_unigrams(batches, size)
-        return XLNetTokenizer(vocab=scores, model_max_length=LONGEST)
+        return XLNetTokenizer(vocab=scores, model_max_length=MAX_TOKENS)
 
     pieces = _learn_wordpieces(batches, size)
     ids = {piece: number for number, piece in enumerate(pieces)}
     tokenizer_class = BertTokenizer if kind == "bert" else DistilBertTokenizer
-    return tokenizer_class(vocab=ids, model_max_length=LONGEST)
+    return tokenizer_class(vocab=ids, model_max_length=MAX_TOKENS)
 
 
 def continues_word(tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
     """Returns which tokens continue the word of the token before, bool [vocabulary].
 
-    Special tokens never do. WordPiece's tokens that do have its prefix ("##"). Those of byte-level
-    encoding have no "Ġ" in front, and those of sentencepiece no "▁": to these two, punctuation
-    after a word belongs to the word. The first word of a text, which has no space in front, is no
-    beginning in byte-level encoding: a caller with several texts in a row knows where each begins.
+    Special tokens never do. Of WordPiece's tokens those do that have its prefix ("##"). Of
+    byte-level tokens those do that have no "Ġ" in front, and of sentencepiece's those without "▁";
+    so in these two, punctuation after a word is a part of it. A byte-level token that begins a text
+    has no "Ġ" either, and seems to continue a word: a caller that joins texts must know where each
+    of them begins.
 
     Raises InputError: a tokenizer of another sort.
     """
@@ -206,17 +220,22 @@ def _batches(lines: Iterator[str]) -> Iterator[list[str]]:
 def _learn_wordpieces(batches: Iterator[list[str]], size: int) -> list[str]:
     """Returns the pieces in the order of their ids.
 
-    The WordPiece trainer of tokenizers gives another vocabulary in every run: it numbers the
-    characters within words as a hash map returns them, and the numbers decide between pairs of
-    equal counts. Its BPE trainer, which does the same merges, sorts its characters. So that one is
-    used, on words that a sign begins: "▁the" becomes "the", and "ing", "##ing".
+    The WordPiece trainer of tokenizers gives another vocabulary in every run. Between pairs of
+    equal counts, the numbers of their characters decide, and it numbers the characters within words
+    in the order of a hash map. The BPE trainer of tokenizers makes the same merges, but sorts the
+    characters first. So the BPE trainer is used, on words that begin with a sign: "▁the" becomes
+    "the", and "ing" becomes "##ing".
     """
     bert = BertTokenizer().backend_tokenizer
     tokenizer = Tokenizer(models.BPE())
     tokenizer.normalizer = bert.normalizer
     sign = pre_tokenizers.Metaspace(prepend_scheme="always", split=False)
-    unknown = pre_tokenizers.Split(Regex(rf"\S{{{LONGEST_WORDPIECES + 1},}}"), "removed")
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([bert.pre_tokenizer, unknown, sign])
+    # Words that WordPiece would encode as [UNK] are removed.
+    too_long = Regex(rf"\S{{{MAX_INPUT_CHARS_PER_WORD + 1},}}")
+    without_long_words = pre_tokenizers.Split(too_long, "removed")
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [bert.pre_tokenizer, without_long_words, sign]
+    )
 
     # A character may become two pieces (a, ##a), and half of the vocabulary should be left for
     # longer ones.
@@ -295,12 +314,18 @@ def _learn_unigrams(batches: Iterator[list[str]], size: int) -> list[tuple[str, 
     score_of = {piece: score for piece, score in learnt if piece not in XLNET_SPECIALS}
     score_of |= _scores_of_single_characters(score_of)
     pieces = [(piece, round(score, 4)) for piece, score in score_of.items()]
-    pieces.sort(key=lambda piece_and_score: (-piece_and_score[1], piece_and_score[0]))
 
-    # Text that spells a special token is never encoded as it, as long as the text's characters are
-    # pieces: these have the better score together.
-    worst_score = pieces[-1][1] * 100
-    specials = [(special, worst_score) for special in XLNET_SPECIALS]
+    def likeliest_first(piece_and_score: tuple[str, float]) -> tuple[float, str]:
+        piece, score = piece_and_score
+        return -score, piece
+
+    pieces.sort(key=likeliest_first)
+
+    # A special token scores so low that text which spells it is always encoded by its characters,
+    # as long as these are pieces.
+    _, worst_score = pieces[-1]
+    special_score = worst_score * 100
+    specials = [(special, special_score) for special in XLNET_SPECIALS]
     return specials + pieces
 
 

@@ -72,7 +72,8 @@ def plain(name: str) -> str:
     Case, Unicode form, and whether words are separated by " ", "-" or "_" do not count.
     """
     words = re.split(r"[\s_-]+", unicodedata.normalize("NFC", str(name)).strip())
-    return unicodedata.normalize("NFC", " ".join(words).casefold())
+    folded = " ".join(words).casefold()
+    return unicodedata.normalize("NFC", folded)  # again: casefold may return another form
 
 
 def match(theirs: Sequence[str], ours: Sequence[str]) -> list[int] | None:
@@ -80,9 +81,9 @@ def match(theirs: Sequence[str], ours: Sequence[str]) -> list[int] | None:
 
     Names are compared as they are first, since two of them may differ in case alone.
     """
-    for normalized in (str, plain):
-        index_of = {normalized(name): index for index, name in enumerate(theirs)}
-        wanted = [normalized(name) for name in ours]
+    for form_of in (str, plain):
+        index_of = {form_of(name): index for index, name in enumerate(theirs)}
+        wanted = [form_of(name) for name in ours]
 
         # A permutation: the same names, as many, and none of them twice.
         all_distinct = len(index_of) == len(theirs)

@@ -24,18 +24,18 @@ class Rules:
     """How a model may be split; train/common/sharding applies them.
 
     Attributes:
-        parameters: a pattern of how a parameter's name ends -> the axes of its dimensions.
-        layers: the names of the lists of layers.
+        parameters: a pattern of the end of a parameter's name -> the axes of its dimensions.
+        layer_lists: the names of the lists of layers.
         heads: attention heads, which the devices of "model" must divide.
-        shared: pattern, anywhere in the name, of the modules whose input several projections share
-            (query, key, value): their gradients are summed before the all-reduce; "": there are
-            none.
-        time_major: pattern of how the names begin of the modules whose tensors are [T, B, …]; "":
-            there are none.
+        shared: a pattern, found anywhere in the name of a module whose input several projections
+            share (query, key, value): their gradients are summed before the all-reduce; "": there
+            are none.
+        time_major: a pattern of the beginning of a module's name where its tensors are [T, B, …];
+            "": there are none.
     """
 
     parameters: dict[str, Axes]
-    layers: tuple[str, ...]
+    layer_lists: tuple[str, ...]
     heads: int
     shared: str = ""
     time_major: str = ""

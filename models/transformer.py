@@ -434,7 +434,7 @@ def rules(model: Transformer) -> Rules:
         parameters[r"output_projection\.weight"] = OUT
     return Rules(
         parameters=parameters,
-        layers=("encoder.layers", "decoder.layers"),
+        layer_lists=("encoder.layers", "decoder.layers"),
         heads=model.arch.heads,
         shared=r"self_attn$",
     )

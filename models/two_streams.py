@@ -4,6 +4,8 @@ Yang et al. 2019, arXiv:1906.08237. `encoder_layers.fast_layers` replaces transf
 the parameters and their names stay the same.
 """
 
+import functools
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -48,10 +50,12 @@ def turned(
     cosines = torch.cos(angles)
 
     wide = torch.promote_types(q.dtype, torch.float32)
-    first = einsum("ibnd,hnd->ibnh", q, weight_halves[0]).to(wide)
-    second = einsum("ibnd,hnd->ibnh", q, weight_halves[1]).to(wide)
-    for_sines = (first * cosines - second * sines).to(q.dtype)
-    for_cosines = (first * sines + second * cosines).to(q.dtype)
+    of_sines = einsum("ibnd,hnd->ibnh", q, weight_halves[0]).to(wide)
+    of_cosines = einsum("ibnd,hnd->ibnh", q, weight_halves[1]).to(wide)
+    # sin(i - j) = cos(i) sin(-j) + sin(i) cos(-j)
+    # cos(i - j) = cos(i) cos(-j) - sin(i) sin(-j)
+    for_sines = (of_sines * cosines - of_cosines * sines).to(q.dtype)
+    for_cosines = (of_sines * sines + of_cosines * cosines).to(q.dtype)
     return for_sines, for_cosines
 
 
@@ -86,7 +90,7 @@ class RelativeAttention(XLNetRelativeAttention):
         keys: Tensor,
         values: Tensor,
         sinusoids: Tensor,
-        r: tuple[Tensor, Tensor],
+        r_halves: tuple[Tensor, Tensor],
         positions: Tensor,
         other_segment: Tensor | None,
         mask: Tensor | None,
@@ -96,8 +100,8 @@ class RelativeAttention(XLNetRelativeAttention):
         Args:
             q: queries [Tq, B, N, D].
             keys, values: [T, B, N, D].
-            sinusoids: of the keys' positions, negative, [T, B, H].
-            r: the halves of the parameter, in q's type.
+            sinusoids: the sines and then the cosines of -j for the key at position j, [T, B, H].
+            r_halves: of the parameter r, in q's type: for the sines, and for the cosines.
             positions: of the queries, [Tq, B or 1].
             other_segment: 1 where the key is of another segment than the query, [B, 1, Tq, T];
                 None: there are no segments.
@@ -109,7 +113,7 @@ class RelativeAttention(XLNetRelativeAttention):
             return (q + bias.to(dtype)) * self.scale
 
         scores = einsum("ibnd,jbnd->bnij", biased(self.r_w_bias), keys)
-        for_sines, for_cosines = turned(biased(self.r_r_bias), r, positions)
+        for_sines, for_cosines = turned(biased(self.r_r_bias), r_halves, positions)
         sines, cosines = sinusoids.to(dtype).chunk(2, -1)
         scores = scores + einsum("ibnh,jbh->bnij", for_sines, sines)
         scores = scores + einsum("ibnh,jbh->bnij", for_cosines, cosines)
@@ -121,15 +125,17 @@ class RelativeAttention(XLNetRelativeAttention):
             difference = segments[..., 1:] - segments[..., :1]
             scores = scores + same + other_segment.to(dtype) * difference
 
+        # Added to the scores: MASKED where the query must not look, else 0.
         if mask is None:
-            hidden = torch.zeros((), device=q.device)
+            additive_mask = torch.zeros((), device=q.device)
         else:
-            hidden = mask.to(torch.float32) * layers.MASKED
+            additive_mask = mask.to(torch.float32) * layers.MASKED
         dropout = self.dropout.p if self.training else 0.0
         if q.device.type in NATIVE_DEVICES:
-            weights = F.dropout(torch.softmax(scores.to(hidden.dtype) + hidden, -1), dropout)
+            scores = scores.to(additive_mask.dtype) + additive_mask
+            weights = F.dropout(torch.softmax(scores, -1), dropout)
             return einsum("bnij,jbnd->ibnd", weights.to(dtype), values)
-        mixed = layers.AttentionCore.apply(scores, values.transpose(0, 1), hidden, dropout)
+        mixed = layers.AttentionCore.apply(scores, values.transpose(0, 1), additive_mask, dropout)
         return mixed.transpose(0, 1)
 
     def _output(self, x: Tensor, mixed: Tensor, o: Tensor) -> Tensor:
@@ -169,18 +175,21 @@ class RelativeAttention(XLNetRelativeAttention):
         # Cast once, so that the gradients of both streams are summed before they are reduced over
         # the devices.
         q = self.q.to(keys.dtype)
-        r_weight = self.r.to(keys.dtype)
+        r_halves = self.r.to(keys.dtype).chunk(2)
         o = self.o.to(keys.dtype)
-        # r has the sinusoids of relative positions from T to 1 - T: here those of 0, -1, …
+        # r, unlike the parameter self.r, has the sinusoids of relative positions from T to 1 - T:
+        # here those of 0, -1, …
         sinusoids = r[length:]
-        context = (keys, values, sinusoids, r_weight.chunk(2))
+        attend = functools.partial(
+            self._attend, keys=keys, values=values, sinusoids=sinusoids, r_halves=r_halves
+        )
         positions = torch.arange(length, device=h.device, dtype=torch.float32)[:, None]
         other_segment = _over_heads(seg_mat)
         mask_h = _over_heads(attn_mask_h)
         mask_g = _over_heads(attn_mask_g)
 
         queries = self._to_heads(content, q)
-        mixed = self._attend(queries, *context, positions, other_segment, mask_h)
+        mixed = attend(queries, positions=positions, other_segment=other_segment, mask=mask_h)
         output_h = self._output(h, mixed, o)
         if g is None:
             return output_h, None
@@ -190,14 +199,15 @@ class RelativeAttention(XLNetRelativeAttention):
             other_segment = _of_targets(other_segment, target_mapping)
             mask_g = _of_targets(mask_g, target_mapping)
         queries = self._to_heads(g, q)
-        mixed = self._attend(queries, *context, positions, other_segment, mask_g)
+        mixed = attend(queries, positions=positions, other_segment=other_segment, mask=mask_g)
         return output_h, self._output(g, mixed, o)
 
 
 def _over_heads(pairs: Tensor | None) -> Tensor | None:
-    """Returns the last entries of transformers' [T, T, B, n], which are those that count.
+    """Returns transformers' [T, T, B, n] as [B, 1, T, T], to be broadcast over the heads.
 
-    They are [B, 1, T, T], to be broadcast over the heads.
+    Of the n entries of a pair the last one counts: of a segment's two that says "another segment",
+    and a mask has only one.
     """
     if pairs is None:
         return None

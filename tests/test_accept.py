@@ -1029,7 +1029,7 @@ class FakeRun:
         self.summary = None
         self.folder = SimpleNamespace(
             read=lambda name: (folder / name).read_bytes(),
-            files=fsspec.filesystem("file"),
+            fs=fsspec.filesystem("file"),
         )
         self.waits = 0  # for checkpoints
         self.said: list[str] = []

@@ -35,7 +35,7 @@ from train.common import checkpoint, device, files
 from train.common.checkpoint import Checkpointer
 from train.common.files import load_weights, save_weights
 from train.common.mesh import WHOLE
-from train.common.sharding.placement import Layers
+from train.common.sharding.placement import LayerSharding
 from train.common.xla import backend as xla
 from train.transformer import average_checkpoints
 
@@ -480,7 +480,7 @@ class HttpError(Exception):
 
 
 FAILING = Mock(side_effect=HttpError("503"))
-CUT = Layers(WHOLE, {}, None)
+CUT = LayerSharding(WHOLE, {}, None)
 whole_or_cut = pytest.mark.parametrize("layers", [None, CUT], ids=["whole", "cut"])
 
 

@@ -325,7 +325,7 @@ def test_a_staged_step_donates_all_that_it_trains(staged):
     for parameter in range(3):
         for name in ("exp_avg", "exp_avg_sq", "step"):
             names.append(f"state.optimizer.0.{parameter}.{name}")
-    names += ["bags.data.weight", "bags.exchange.weight", "bags.load"]  # exchange counts its load
+    names += ["bags.data.weight", "bags.exchange.weight", "bags.slot_load"]
     # The running statistics are changed inside of native batch norm.
     for name in ("num_batches_tracked", "running_mean", "running_var"):
         names.append(f"state.model.1.{name}")

@@ -287,7 +287,7 @@ ENCODER = Encoder(
             r"\\d+\\.output\\.dense\\.weight": IN,
             r"word_embeddings\\.weight": VOCABULARY,
         },
-        layers="electra.encoder.layer",
+        layer_list="electra.encoder.layer",
         shared=r"attention\\.self$",
     ),
     language_head=LanguageHead(

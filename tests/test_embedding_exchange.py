@@ -208,7 +208,7 @@ def test_rows_of_dropped_ids_are_not_trained(overflow):
 
 
 def test_what_was_dropped_in_an_earlier_step_stays_counted(overflow):
-    assert overflow.few.embeddings.load[0].item() == overflow.few.first["dropped"].item()
+    assert overflow.few.embeddings.slot_load[0].item() == overflow.few.first["dropped"].item()
 
 
 def test_loads_are_those_that_are_computed_on_the_host(overflow):

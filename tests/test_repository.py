@@ -120,7 +120,7 @@ def test_backends_alone_ask_for_the_spmd_mesh():
         "train/common/xla/",
         "tpu/compiler/staging.py",
         "train/common/mesh.py",  # Mesh.compiles
-        "train/common/sharding/placement.py",  # Layers.compiles
+        "train/common/sharding/placement.py",  # LayerSharding.compiles
     )
 
     strangers = []

@@ -825,7 +825,7 @@ def finish_with_card(place: str, mesh, model: dict) -> Run:
 
 
 def exported_files(run: Run) -> list[str]:
-    paths = run.folder.files.ls(f"{run.path}/export", detail=False)
+    paths = run.folder.fs.ls(f"{run.path}/export", detail=False)
     return sorted(os.path.basename(path) for path in paths)
 
 

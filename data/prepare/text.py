@@ -16,12 +16,13 @@ copies of a document are on the same side.
 
 The result has the layout that data/text.py reads.
 
-Sentences. A line is cut after . ! ? … (and quotes and brackets that close) where a space follows,
-and then, perhaps after an opening quote or bracket, a digit or a letter that is none of a-z à-ö
-ø-ÿ: a capital, but also a lower-case letter such as ß, č or one of Greek or Cyrillic. It is not cut
-after a single capital (J. Smith) nor after Mr Mrs Ms Dr St Prof vs etc. 。！？ end a sentence
-without a space. This rule is cheap and sometimes wrong, which does little harm: a row is made of
-consecutive sentences, and a wrong border only moves where a row or its second segment may begin.
+Sentences. A line is cut after . ! ? … (with quotes and brackets that close) if this follows: a
+space; perhaps quotes and brackets that open; then a digit, or a letter that is none of a-z à-ö ø-ÿ.
+Such a letter is a capital, or one that these ranges lack, such as ß, č, and all of Greek and
+Cyrillic. The line is not cut after a single capital (J. Smith) nor after Mr Mrs Ms Dr St Prof vs
+etc. 。！？ end a sentence whatever follows. This rule is cheap and sometimes wrong, which does
+little harm: a row is made of consecutive sentences, and a wrong border only moves where a row or
+its second segment may begin.
 
 Tokens. Special tokens in the text are text: "[SEP]" is five characters. The space before a sentence
 is kept, since byte-level encoding tells words by it; the first sentence of a line has none.
@@ -54,24 +55,25 @@ from errors import InputError
 
 PIECE_BYTES = 8_000_000  # of text that a worker handles at once: the most work that a kill costs
 BLOCK_BYTES = 1 << 20  # of text read at once to find the end of a document
-ENCODED = 10_000  # sentences given to the tokenizer at once; its results take much memory
+ENCODED_SENTENCES = 10_000  # sentences given to the tokenizer at once; its results take much memory
 # Tokens of the published models.
 VOCABULARIES = {"bert": 30_522, "distilbert": 30_522, "roberta": 50_265, "xlnet": 32_000}
 SPLITS = ("train", "valid")
-OFFSETS = ("rows", "row_sentences")  # those of ARRAYS that begin with 0 and have one entry more
+OFFSETS = ("rows", "row_sentences")  # those of ARRAYS that have 0 and then the end of each row
 # What is counted in each piece, in the order in which its file has the numbers.
 COUNTS = ("documents", "empty_sentences", "sentences", "cut_sentences", "unknown")
 
 BLANK = re.compile(rb"\n[ \t\r\f\v]*\n")
 ABBREVIATIONS = ("[A-Z]", "Mr", "Mrs", "Ms", "Dr", "St", "Prof", "vs", "etc")
-NO_ABBREVIATION = "".join(rf"(?<!\b{word})" for word in ABBREVIATIONS)
+NOT_AFTER_ABBREVIATION = "".join(rf"(?<!\b{word})" for word in ABBREVIATIONS)
 # Signs that end a sentence, with the quotes and brackets that close.
-CLOSED = r"""[.!?…]+["'”’»)\]]*"""
-# What must follow: a space, perhaps quotes and brackets that open, and a digit or a letter that is
-# none of a-z à-ö ø-ÿ. Other lower-case letters (ß, č, Greek, Cyrillic) are not excluded.
-NEXT_STARTS = r"""(?=\s+["'“‘«(\[¿¡]*[^\W_a-zà-öø-ÿ])"""
-CJK_END = r"[。！？]+[」』”）]*"  # needs nothing after it
-END = re.compile(rf"{NO_ABBREVIATION}(?:{CLOSED}{NEXT_STARTS}|{CJK_END})")
+END_SIGNS = r"""[.!?…]+["'”’»)\]]*"""
+# Looks ahead at what must follow, see the top.
+NEXT_SENTENCE_FOLLOWS = r"""(?=\s+["'“‘«(\[¿¡]*[^\W_a-zà-öø-ÿ])"""
+CJK_END_SIGNS = r"[。！？]+[」』”）]*"  # needs nothing after it
+SENTENCE_END = re.compile(
+    rf"{NOT_AFTER_ABBREVIATION}(?:{END_SIGNS}{NEXT_SENTENCE_FOLLOWS}|{CJK_END_SIGNS})"
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,7 +135,7 @@ def split_sentences(line: str) -> list[str]:
     """
     with_spaces = []
     start = 0
-    for match in END.finditer(line):
+    for match in SENTENCE_END.finditer(line):
         with_spaces.append(line[start : match.end()])
         start = match.end()
     with_spaces.append(line[start:])
@@ -172,12 +174,12 @@ def find_files(data: Path) -> splits.Files:
         paths[name] = path
     files = splits.sort_files([paths[name] for name in sorted(paths)], data)
 
-    # Files of other endings are not read. The report names those that say a split (test.zip).
-    # Neither a .gz file whose plain twin is read nor a parquet file counts as unread.
+    # Files of other endings are not read. The report names those that say a split (test.zip), but
+    # neither .gz files whose plain twin is read nor parquet files.
     twins_and_tables = splits.below(data, "*.txt.gz", "*.parquet")
-    not_unread = {*files.train, *files.valid, *files.left_out, *twins_and_tables}
+    accounted_for = {*files.train, *files.valid, *files.left_out, *twins_and_tables}
     for path in splits.below(data, "*"):
-        if path not in not_unread and splits.says_split(path.relative_to(data)):
+        if path not in accounted_for and splits.says_split(path.relative_to(data)):
             files.unread.append(path)
     return files
 
@@ -193,20 +195,20 @@ def load_rows(data: str, config: str, column: str) -> pipeline.Splits:
         name = str(folder) if folder.is_dir() else data
         return name, config or None
 
-    found = pipeline.load_splits(
+    loaded = pipeline.load_splits(
         data,
         expected="text files (*.txt, *.txt.gz)",
         load_arguments=load_arguments,
         required=["train"],
         optional="valid",
     )
-    for split, rows in found.datasets_by_split.items():
+    for split, rows in loaded.datasets_by_split.items():
         if column not in rows.column_names:
             raise InputError(
                 f"{data}, split {split}, has the columns {', '.join(rows.column_names)}; "
                 f"expected a column {column}, or choose with --column"
             )
-    return found
+    return loaded
 
 
 def _dump(rows, column: str, plain: Path) -> None:
@@ -236,7 +238,7 @@ def cut(paths: Sequence[tuple[Path, str]], piece_bytes: int) -> list[list[Span]]
         with open(path, "rb") as file:
             while start < total:
                 earliest = start + piece_bytes - size
-                stop = min(_document_end(file, earliest), total)
+                stop = min(_document_end(file, earliest), total)  # `earliest` may be beyond the end
                 piece.append(Span(str(path), name, start, stop))
                 size += stop - start
                 start = stop
@@ -252,7 +254,7 @@ def cut(paths: Sequence[tuple[Path, str]], piece_bytes: int) -> list[list[Span]]
 def _document_end(file: BinaryIO, earliest: int) -> int:
     """Returns the first position from `earliest` on where a blank line has just ended.
 
-    Without one, that is the end of the file.
+    Without one, that is the end of the file, or `earliest` if that is beyond it.
     """
     file.seek(earliest)
     data = b""
@@ -265,7 +267,8 @@ def _document_end(file: BinaryIO, earliest: int) -> int:
 
         # Of this block only an unfinished blank line is kept for the next one: what follows the
         # last line feed, if it is all spaces.
-        kept_from = max(data.rfind(b"\n"), 0)
+        last_line_feed = data.rfind(b"\n")
+        kept_from = max(last_line_feed, 0)  # without a line feed, from the start
         is_blank = not data[kept_from:].strip()
         if not is_blank:
             kept_from = len(data)
@@ -385,8 +388,8 @@ class _Encoder:
         """Returns the tokens of all sentences, one after another, and how many each has, int64."""
         batches_of_tokens = [np.empty(0, self.dtype)]
         batches_of_sizes = [np.empty(0, np.int64)]
-        for start in range(0, len(sentences), ENCODED):
-            batch = sentences[start : start + ENCODED]
+        for start in range(0, len(sentences), ENCODED_SENTENCES):
+            batch = sentences[start : start + ENCODED_SENTENCES]
             encoded = self._backend.encode_batch_fast(batch, add_special_tokens=False)
             ids = [sentence.ids for sentence in encoded]
             sizes = np.fromiter(map(len, ids), np.int64, len(ids))
@@ -396,7 +399,7 @@ class _Encoder:
         tokens = np.concatenate(batches_of_tokens)
 
         # A Unigram vocabulary without the character "<" still encodes the text "<sep>" as the
-        # special token. It becomes unknown, as any text without pieces.
+        # special token. Such a token is made the unknown one, as for any text that has no pieces.
         if self.unknown is not None and self._specials:
             tokens[np.isin(tokens, self._specials)] = self.unknown
         return tokens, np.concatenate(batches_of_sizes)
@@ -418,7 +421,8 @@ def _encode_piece(
         valid_share: share of the documents of training text that is for validation.
         tokenizer: its folder.
         room: tokens of a row without the special ones.
-        pairs: whether every document begins a row.
+        pairs: whether a row gets two segments, see Flags. Its documents are then not joined: each
+            begins a row.
     """
     encoder = _Encoder(tokenizer)
     documents_of = {name: [] for name in SPLITS}
@@ -441,7 +445,7 @@ def _encode_piece(
 def _pack(
     documents: list[list[str]], encoder: _Encoder, room: int, pairs: bool
 ) -> dict[str, np.ndarray]:
-    """Packs documents, which are lists of sentences, into rows.
+    """Packs documents, which are lists of sentences, into rows; `pairs`: see _encode_piece.
 
     Returns: the arrays of the rows by name, those of ARRAYS, and as "counts" one array more with
         the numbers of COUNTS in their order.
@@ -454,19 +458,19 @@ def _pack(
     # Sentences without tokens (control characters, say) are dropped, and so are documents without
     # other sentences.
     document_of_sentence = np.repeat(np.arange(len(documents)), sentences_of_document)
-    kept_lengths = np.bincount(document_of_sentence[has_tokens], minlength=len(documents))
+    kept_of_document = np.bincount(document_of_sentence[has_tokens], minlength=len(documents))
 
     packed, cut_sentences = pack_rows(
         tokens,
-        sizes[has_tokens],
-        kept_lengths[kept_lengths > 0],
-        room,
-        separator=None if pairs else encoder.separator,
+        sizes=sizes[has_tokens],
+        documents=kept_of_document[kept_of_document > 0],
+        room=room,
+        separator=None if pairs else encoder.separator,  # None: every document begins a row
     )
 
     arrays = {name: getattr(packed, name) for name in ARRAYS}
     counts = {
-        "documents": np.count_nonzero(kept_lengths),
+        "documents": np.count_nonzero(kept_of_document),
         "empty_sentences": np.count_nonzero(~has_tokens),
         "sentences": np.count_nonzero(has_tokens),
         "cut_sentences": cut_sentences,
@@ -518,7 +522,7 @@ class Found:
     loaded: pipeline.Splits
     source_files: list[SourceFile]  # what the plan notes of it
     rows: list[dict]
-    read_from: dict[str, str]  # what the report says of it
+    read_from: dict[str, str]  # what report.json says of it
 
 
 def prepare(data: str | Path, out: str | Path = "", workers: int = 1, **flags) -> dict:
@@ -598,15 +602,15 @@ def _completed(flags: Flags) -> Flags:
 def _find(flags: Flags) -> Found:
     """Finds the files, or opens the data set. Raises InputError where there is neither."""
     source = Path(flags.data).expanduser()
-    found = splits.Files()
+    all_files = splits.Files()
     if source.exists():
-        found = find_files(source)
+        all_files = find_files(source)
     files = {}
-    if found.train:
-        files["train"] = found.train
-    if found.valid:
-        files["valid"] = found.valid
-    _check_files(flags.data, found)
+    if all_files.train:
+        files["train"] = all_files.train
+    if all_files.valid:
+        files["valid"] = all_files.valid
+    _check_files(flags.data, all_files)
     loaded = pipeline.Splits()
     if not files:
         loaded = load_rows(flags.data, flags.config, flags.column)
@@ -625,7 +629,7 @@ def _find(flags: Flags) -> Found:
     if "valid" not in names:
         names["valid"] = [f"{flags.valid_share:.2%} of their documents, by a hash"]
     left_out = list(loaded.left_out)
-    for path in (*found.left_out, *found.unread):
+    for path in (*all_files.left_out, *all_files.unread):
         left_out.append(str(path.relative_to(folder)))
     train = splits.shown(names["train"])
     valid = splits.shown(names["valid"])
@@ -633,13 +637,13 @@ def _find(flags: Flags) -> Found:
     return Found(files, loaded, source_files, noted, read_from)
 
 
-def _check_files(data: str, found: splits.Files) -> None:
+def _check_files(data: str, files: splits.Files) -> None:
     """Raises InputError for files without training text, and for text beside parquet files."""
     source = Path(data).expanduser()
-    if found.valid and not found.train:
+    if files.valid and not files.train:
         unread = ""
-        if found.unread:
-            names = splits.shown(path.relative_to(source) for path in found.unread)
+        if files.unread:
+            names = splits.shown(path.relative_to(source) for path in files.unread)
             unread = f"; not read: {names}"
         raise InputError(
             f"{data} has only validation text; "
@@ -649,15 +653,15 @@ def _check_files(data: str, found: splits.Files) -> None:
     tables = []
     if source.is_dir():
         tables = splits.below(source, "*.parquet")
-    if found.train and tables:
+    if files.train and tables:
         raise InputError(
-            f"{data} has text ({splits.shown(found.train)}) "
+            f"{data} has text ({splits.shown(files.train)}) "
             f"as well as parquet files ({splits.shown(tables)}); "
             "expected one of them: move the other to a folder of its own"
         )
-    if found.left_out and not found.train and not tables:
+    if files.left_out and not files.train and not tables:
         raise InputError(
-            f"{data} has only test text ({splits.shown(found.left_out)}); expected text to train on"
+            f"{data} has only test text ({splits.shown(files.left_out)}); expected text to train on"
         )
 
 
@@ -670,7 +674,7 @@ def _plain_files(job: Preparation, flags: Flags, found: Found) -> dict[str, list
     for split, paths in found.files.items():
         for number, path in enumerate(paths):
             copies[path] = job.parts / f"{split}.{number:06d}.txt"
-    plain_path_of = job.decompress(copies)  # a plain file is its own
+    plain_path_of = job.decompress(copies)  # that of a plain file is the file itself
 
     plain = {}
     for split, paths in found.files.items():

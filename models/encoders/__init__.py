@@ -93,7 +93,7 @@ def rules(model: nn.Module) -> Rules:
         parameters |= encoder.language_head.parameters
     return Rules(
         parameters=parameters,
-        layers=(partition.layers,),
+        layer_lists=(partition.layer_list,),
         heads=model.config.num_attention_heads,
         shared=partition.shared,
         time_major=partition.time_major,

@@ -57,7 +57,7 @@ ENCODER = Encoder(
             r"\d+\.output\.dense\.weight": IN,
             r"word_embeddings\.weight": VOCABULARY,
         },
-        layers="bert.encoder.layer",
+        layer_list="bert.encoder.layer",
         shared=r"attention\.self$",
     ),
     language_head=LanguageHead(

@@ -50,7 +50,7 @@ ENCODER = Encoder(
             r"ffn\.lin2\.weight": IN,
             r"word_embeddings\.weight": VOCABULARY,
         },
-        layers="distilbert.transformer.layer",
+        layer_list="distilbert.transformer.layer",
         shared=r"attention$",
     ),
     language_head=LanguageHead(

@@ -90,15 +90,15 @@ class Partition:
     """How --mesh may split the parameters over the devices; see models/partition.py.
 
     Attributes:
-        parameters: a pattern of how a parameter's name ends -> the axes of its dimensions.
-        layers: path of the list of layers in a model.
-        shared: pattern, anywhere in the name, of the modules whose input several projections share
-            (query, key, value): their gradients are summed before the all-reduce.
-        time_major: pattern of how the names begin of the modules whose tensors are [T, B, …].
+        parameters: a pattern of the end of a parameter's name -> the axes of its dimensions.
+        layer_list: path of the list of layers in a model.
+        shared: a pattern, found anywhere in the name of a module whose input several projections
+            share (query, key, value): their gradients are summed before the all-reduce.
+        time_major: a pattern of the beginning of a module's name where its tensors are [T, B, …].
     """
 
     parameters: Mapping[str, Axes]
-    layers: str
+    layer_list: str
     shared: str = ""
     time_major: str = ""
 

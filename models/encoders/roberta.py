@@ -61,7 +61,7 @@ ENCODER = Encoder(
             r"\d+\.output\.dense\.weight": IN,
             r"word_embeddings\.weight": VOCABULARY,
         },
-        layers="roberta.encoder.layer",
+        layer_list="roberta.encoder.layer",
         shared=r"attention\.self$",
     ),
     language_head=LanguageHead(

@@ -51,7 +51,7 @@ ENCODER = Encoder(
             r"ff\.layer_2\.weight": IN,
             r"word_embedding\.weight": VOCABULARY,
         },
-        layers="transformer.layer",
+        layer_list="transformer.layer",
         time_major=r"transformer\.",
     ),
     language_head=LanguageHead(

@@ -9,10 +9,11 @@
 Gradient accumulation is for updates whose examples do not fit into the memory together. The numbers
 are those of all examples in one batch, within rounding; batch norm's are those of its
 micro-batches. Where a loss is a mean over tokens, or over anything of which micro-batches have
-unequal numbers, `forward` does not divide it by the number of its own micro-batch:
+unequal numbers, `forward` does not divide it by the count of its own micro-batch:
 
 * One loss, over tokens for example: `forward` returns the sum of the loss and, under the name that
-  `per` gives, the number of tokens. The update divides by the number of all its micro-batches.
+  `per` gives, its count of tokens. The update divides by the tokens of all its micro-batches
+  together.
 * Several losses, each over something else: `forward` divides each by its count of the whole update,
   which each micro-batch comes with, see `counts_per_row` of `loading.parallel_loader`.
 
@@ -65,7 +66,8 @@ class AccumulatedStep:
         state: what both work on, with its `model`.
         means: names of forward's scalars; the step returns their means over an update.
         per: the scalar that counts what the sums are over, such as "tokens"; "" where forward
-            returns means, each of which counts the same.
+            returns means, each of which counts the same. An update has config.update_every of
+            these; the loader must have that as its `update_every`, too.
         max_graphs: how many shapes micro-batches may have, each of which is compiled.
     """
 

@@ -39,9 +39,10 @@ class Dataset(Protocol):
             Instead of `example`, where nothing is augmented: rows of memory-mapped arrays are read
             hundreds of times faster together than one by one. Padding has index 0, and is masked.
         batch(indices, lengths) -> the same
-            Of a plan, cut or padded to its lengths. Padding has the index PADDING.
+            Needed for a plan: the arrays are cut or padded to `lengths`. Padding has the index
+            PADDING.
         order(seed, epoch, batch_size) -> indices of the epoch's full batches
-            Where it must be read in sequence, as from shards.
+            Instead of a permutation, where the data set must be read in sequence, as from shards.
         ahead(keys) -> the same keys
             Yields them while it fetches what the next ones need.
     """
@@ -95,22 +96,23 @@ def training_keys(
     """
     per_epoch = len(dataset) // batch_size
     own_order = getattr(dataset, "order", None)
-    rows = np.arange(batch_size)
+    offsets = np.arange(batch_size)
     permuted_epoch = -1
     for step in range(start, stop):
         epoch, batch = divmod(step, per_epoch)
         if epoch != permuted_epoch:
             permuted_epoch = epoch
-            if own_order is not None:
+            if own_order is not None:  # of examples: `shuffle` is "examples" then
                 order = own_order(seed, epoch, batch_size)
-            else:
-                permuted = len(dataset) if shuffle == "examples" else per_epoch
-                order = np.random.default_rng((seed, epoch)).permutation(permuted)
+            elif shuffle == "examples":
+                order = np.random.default_rng((seed, epoch)).permutation(len(dataset))
+            else:  # of batches
+                order = np.random.default_rng((seed, epoch)).permutation(per_epoch)
 
         if shuffle == "examples":
-            yield epoch, order[batch * batch_size + rows]
+            yield epoch, order[batch * batch_size + offsets]
         else:
-            yield epoch, order[batch] * batch_size + rows
+            yield epoch, order[batch] * batch_size + offsets
 
 
 def evaluation_keys(
@@ -118,9 +120,9 @@ def evaluation_keys(
 ) -> Iterator[tuple[int, np.ndarray]]:
     """Yields epoch 0 and the indices [batch_size] of each batch from `start` to `stop`, in order;
     PADDING after the last of `size` examples."""
-    rows = np.arange(batch_size)
+    offsets = np.arange(batch_size)
     for step in range(start, stop):
-        indices = step * batch_size + rows
+        indices = step * batch_size + offsets
         yield 0, np.where(indices < size, indices, PADDING)
 
 
@@ -156,10 +158,11 @@ class Refused:
 
 
 class BatchMaker:
-    """Makes collated batches of their keys, in a worker process: what DataLoader takes for a data
-    set.
+    """Makes collated batches from keys, in worker processes. DataLoader takes it for a data set, of
+    which a key is an index.
 
-    Each worker has a copy of it. The one in the main process opens what the workers send: `opened`.
+    Each worker has a copy of it. The one in the main process opens what the others have made, or
+    what it has made itself where there are no workers: `opened`.
 
     Args:
         masked: every batch gets a "mask" [batch] float32, 1 for examples and 0 for padding.
@@ -181,31 +184,33 @@ class BatchMaker:
         except InputError as error:
             return Refused(str(error))
         except Exception as error:
-            # A worker sends an error by the name of its class. Classes of a cloud's client may not
-            # be found by theirs, and the main process would wait for ever.
+            # A worker sends an error as the name of its class and a text. The main process would
+            # wait for ever for a class that is not found by its name, such as those of some cloud
+            # clients.
             module = sys.modules.get(type(error).__module__)
             is_found = getattr(module, type(error).__name__, None) is type(error)
-            # DataLoader raises an error's class again, with its text. These two cannot carry one.
-            loses_words = isinstance(error, (StopIteration, ExceptionGroup))
-            if is_found and not loses_words:
+            # DataLoader makes the error again from the two. These two classes would lose the text.
+            loses_text = isinstance(error, (StopIteration, ExceptionGroup))
+            if is_found and not loses_text:
                 raise
             raise RuntimeError(
                 f"the data set or collate raised {type(error).__name__}: {error}"
             ) from error
 
-    def opened(self, sent: dict[str, Tensor] | SharedBatch | Refused) -> dict[str, Tensor]:
+    def opened(self, made: dict[str, Tensor] | SharedBatch | Refused) -> dict[str, Tensor]:
         """Returns the tensors of what `__getitem__` has made.
 
-        Those of a worker are views of its shared memory: they are valid until it has made
-        PREFETCH + 1 more batches. Raises InputError where the batch was refused.
+        Those of a worker are views of its shared memory. They stay as they are while it makes its
+        next PREFETCH batches; the one after these overwrites them. Raises InputError where the
+        batch was refused.
         """
-        if isinstance(sent, Refused):
-            raise InputError(sent.sentence)
-        if isinstance(sent, SharedBatch):
-            if sent.memory is not None:
-                self._memories[sent.worker] = sent.memory
-            return self._views(sent)
-        return sent
+        if isinstance(made, Refused):
+            raise InputError(made.sentence)
+        if isinstance(made, SharedBatch):
+            if made.memory is not None:
+                self._memories[made.worker] = made.memory
+            return self._views(made)
+        return made
 
     def _share(self, batch: dict[str, Any]) -> dict[str, Tensor] | SharedBatch:
         """Copies a worker's batch, of tensors or of lists of arrays, into its shared memory.
@@ -241,6 +246,7 @@ class BatchMaker:
             if isinstance(values, Tensor):
                 tensor.copy_(values)
             else:
+                # "equiv": an example of another type than the first is an error, not converted.
                 np.stack(values, out=tensor.numpy(), casting="equiv")
         return shared
 
@@ -261,19 +267,19 @@ class BatchMaker:
         In a worker the values of plain training examples are lists of arrays instead of tensors:
         `_share` stacks them in its memory, which saves a copy.
         """
-        rows = np.maximum(indices, 0)  # padding has the example 0, and is masked
+        readable = np.maximum(indices, 0)  # padding has the example 0, and is masked
         if lengths is not None:
             examples = self.dataset.batch(indices, lengths)
         elif hasattr(self.dataset, "batch"):
-            examples = self.dataset.batch(rows)
+            examples = self.dataset.batch(readable)
         else:
-            examples = self._examples(epoch, rows)
+            examples = self._examples(epoch, readable)
             in_worker = torch.utils.data.get_worker_info() is not None
             if in_worker and self.collate is as_tensors and not self.masked:
                 arrays = {}
                 for key in examples[0]:
                     arrays[key] = [np.asarray(example[key]) for example in examples]
-                self._check_finite(arrays, rows)
+                self._check_finite(arrays, readable)
                 return arrays
 
         batch = self.collate(examples)
@@ -284,30 +290,32 @@ class BatchMaker:
                     f"the {len(indices)} examples that this host loads, since batches are sharded "
                     "by it"
                 )
-        self._check_finite(batch, rows)
+        self._check_finite(batch, readable)
 
         mask = torch.from_numpy((indices != PADDING).astype(np.float32))
+        # Padding has example 0, whose skipped file must be counted once.
         if self.masked and "skipped" in batch:
             batch["skipped"] = batch["skipped"] * mask.to(batch["skipped"].dtype)
         if self.masked or lengths is not None:
             batch = batch | {"mask": mask}
         return batch
 
-    def _examples(self, epoch: int, rows: np.ndarray) -> list[dict[str, Any]]:
+    def _examples(self, epoch: int, indices: np.ndarray) -> list[dict[str, Any]]:
         """Returns the examples of a batch. Each draws from a generator of its own, seeded by
-        (seed, epoch, row)."""
+        (seed, epoch, index)."""
+        # Each example is made once: padding repeats example 0.
         # All generators first: between images their code is not in the processor's cache, and takes
         # 4 times as long.
         generators = {}
-        for row in rows.tolist():
-            if row not in generators:
-                generators[row] = np.random.default_rng((self.seed, epoch, row))
+        for index in indices.tolist():
+            if index not in generators:
+                generators[index] = np.random.default_rng((self.seed, epoch, index))
         examples = {}
-        for row, generator in generators.items():
-            examples[row] = self.dataset.example(row, generator)
-        return [examples[row] for row in rows.tolist()]
+        for index, generator in generators.items():
+            examples[index] = self.dataset.example(index, generator)
+        return [examples[index] for index in indices.tolist()]
 
-    def _check_finite(self, batch: dict[str, Any], rows: np.ndarray) -> None:
+    def _check_finite(self, batch: dict[str, Any], indices: np.ndarray) -> None:
         """Raises InputError where a float of a batch is not finite.
 
         Bad input would otherwise be reported as a training that diverged. In a worker the check
@@ -324,7 +332,7 @@ class BatchMaker:
             example, *position = torch.isfinite(values).logical_not().nonzero()[0].tolist()
             where = f" at {position}" if position else ""
             raise InputError(
-                f"example {rows[example]} of the {type(self.dataset).__name__} has "
+                f"example {indices[example]} of the {type(self.dataset).__name__} has "
                 f"{values[(example, *position)].item()} in its {key!r}{where}; "
                 "expected finite numbers: fix or remove that example"
             )

@@ -49,8 +49,8 @@ def to_host(values: dict[str, Any], layers: Any = None, is_needed: bool = True) 
     It waits for the steps that compute them.
 
     Args:
-        layers: `Mesh.layers`, the sharding.Layers of a model that is split over devices. All hosts
-            of a pod must then call this together.
+        layers: `Mesh.layers`, the LayerSharding of a model that is split over devices. All hosts of
+            a pod must then call this together.
         is_needed: whether this host needs the values; else it gets {}.
     """
     tensors = {}
@@ -103,6 +103,8 @@ def load_state(
         for name, tensor in state.items():
             if torch.is_tensor(tensor):
                 tensor.copy_(saved.pop(name))
+                # Without an annotation the values would stay on the host until the first step. A
+                # count of steps is there anyway.
                 if tensor.device.type != "cpu":
                     device.annotate_placement(tensor, mesh)
 
@@ -126,10 +128,10 @@ def _check_same_shapes(
     """Raises InputError with the first three names whose shapes differ."""
     differences = []
     for name in sorted(expected | found):
-        was = found.get(name, "missing")
-        now = expected.get(name, "missing")
-        if was != now:
-            differences.append(f"{name} is {was}, not {now}")
+        found_shape = found.get(name, "missing")
+        expected_shape = expected.get(name, "missing")
+        if found_shape != expected_shape:
+            differences.append(f"{name} is {found_shape}, not {expected_shape}")
     if differences:
         raise InputError(f"{'; '.join(differences[:3])}; {len(differences)} in all")
 
@@ -168,14 +170,15 @@ class Checkpointer(contextlib.AbstractContextManager):
 
     Args:
         keep: how many complete checkpoints stay.
-        main_process: False on the hosts of a pod that only read.
+        main_process: whether this host writes the state and COMPLETE. The other hosts of a pod
+            write their part of the tables, if there are any.
         tables: an `embedding.TableStorage`, where sharded tables belong to the state; every host
             writes its part.
-        every: `keep` counts only checkpoints whose step is a multiple of it. Off-schedule ones,
-            saved after an evaluation or by a signal, are deleted at the next save: which
+        every: `keep` counts only checkpoints whose step is a multiple of it. The others, saved
+            since an evaluation followed or a signal came, are deleted at the next save: which
             checkpoints train/transformer.py averages must not depend on when a run was stopped.
-        layers: `Mesh.layers`, the sharding.Layers of a model that is split over devices. They copy,
-            pack and load its state so that no host holds it twice.
+        layers: `Mesh.layers`, the LayerSharding of a model that is split over devices. It copies,
+            packs and loads its state so that no host holds it twice.
 
     Attributes:
         evaluation_follows: whether an evaluation of the restored state was to follow its save.
@@ -240,12 +243,13 @@ class Checkpointer(contextlib.AbstractContextManager):
             self._last = self._writer.submit(self._write, step, state, pieces, evaluates, best)
 
     def add_metrics(self, step: int, metrics: dict[str, float | None]) -> None:
-        """Adds an evaluation's metrics to its step's checkpoint, in the background, after it."""
+        """Adds an evaluation's metrics to its step's checkpoint, in the background, when that is
+        written."""
         if self.main_process:
             self._last = self._writer.submit(self._write_metrics, step, metrics, self._last)
 
     def wait(self) -> None:
-        """Waits until the last save is on disk; raises the error that kept it from that."""
+        """Waits until the last save is on disk; raises its error, if it failed."""
         last = self._last
         self._last = None
         if last is not None:
@@ -330,9 +334,9 @@ class Checkpointer(contextlib.AbstractContextManager):
     def _delete_old(self, step: int, best: int) -> None:
         """Deletes checkpoints before `step`, torn ones as well, but for the last `keep` and the one
         of the step `best`."""
-        # Later steps do not count. A checkpoint of one is torn, or `restore` would have taken it.
-        # It may have a COMPLETE all the same, which its files do not match, and so be among
-        # `complete_steps`. There it must not push out the one of `step`.
+        # Checkpoints of later steps are torn, or `restore` would have taken one of them. Such a
+        # torn one may have a COMPLETE, which `complete_steps` does not compare with its files. So
+        # later steps are left out here: none may be kept in place of this step's.
         regular = []
         for other in self.complete_steps():
             if other <= step and other % self.every == 0:
@@ -341,7 +345,7 @@ class Checkpointer(contextlib.AbstractContextManager):
 
         for old in self._steps():
             if old < step and old not in kept:
-                # Without its COMPLETE a checkpoint that is only half deleted is torn.
+                # COMPLETE goes first: a checkpoint that is only half deleted then counts as torn.
                 with contextlib.suppress(FileNotFoundError):
                     self._fs.rm(f"{self.folder(old)}/{COMPLETE}")
                 self._fs.rm(self.folder(old), recursive=True)
@@ -418,8 +422,8 @@ class Checkpointer(contextlib.AbstractContextManager):
             The step after which it was saved; 0 when there is none.
 
         Raises:
-            InputError: it is of another model or optimizer, or the tables of every checkpoint are
-                damaged.
+            InputError: it is of another model or optimizer; or no checkpoint is whole, and one of
+                them has damaged tables.
         """
         damaged_tables = ""
         for step in reversed(self._steps()):
@@ -436,7 +440,7 @@ class Checkpointer(contextlib.AbstractContextManager):
                 # their tables are complete (embedding/storage.py) must not count then.
                 self.tables.drop_marks(self._fs, self.folder(step))
 
-        if damaged_tables:
+        if damaged_tables:  # the model may have some of their numbers, so it cannot begin anew
             raise InputError(
                 f"no checkpoint in {self.path} has whole tables; remove the folder to start again"
             )
@@ -485,8 +489,10 @@ class Checkpointer(contextlib.AbstractContextManager):
             load_state(saved, model, optimizer, mesh)
             return ""
         except InputError as error:
-            # An error of the store: it says nothing about the model that the checkpoint is of.
-            if error.__cause__ is not None:
+            # Only errors of the store have another error as their cause (`_store_errors` of
+            # embedding/storage.py). They say nothing about the model that the checkpoint is of.
+            is_of_the_store = error.__cause__ is not None
+            if is_of_the_store:
                 raise
             raise InputError(OTHER_MODEL.format(folder, error)) from None
 

@@ -30,7 +30,8 @@ from train.common.mesh import Mesh
 
 # Batches uploaded or under way: two are ready for the loop; more would only hold device memory.
 AHEAD = 3
-# Of an epoch with the batch that is suggested for a small data set.
+# A batch size that is chosen for a small data set makes at least so many updates per epoch, if any
+# batch size does.
 UPDATES_PER_EPOCH = 20
 
 
@@ -52,7 +53,8 @@ def steps_per_epoch(
     Args:
         batch_size: examples, or a plan, see `parallel_loader`.
         micro_batches: into which each batch is cut.
-        hint: what else the user can do about a data set that is smaller than a batch.
+        hint: ends the message about a data set that is smaller than a batch: "; " and what else the
+            user can do.
 
     Raises:
         InputError: the micro-batches or the devices do not divide a batch; the data set is empty,
@@ -81,20 +83,20 @@ def steps_per_epoch(
 def _too_few(examples: int, batch_size: int, divisor: int, hint: str) -> str:
     """Returns the sentence about a data set that is smaller than a batch, with batches that fit.
 
-    These are the largest, and the largest that makes UPDATES_PER_EPOCH; both are multiples of
-    `divisor`.
+    These are the largest, which makes one update per epoch, and a smaller one: `divisor`, doubled
+    as long as an epoch keeps UPDATES_PER_EPOCH updates. Both are multiples of `divisor`.
     """
     sentence = f"batch_size is {batch_size}, but the data set has {examples} examples"
     largest = examples // divisor * divisor
     if largest == 0:
         return f"{sentence}; a batch has at least {divisor}, on these devices: add examples"
 
-    usual = divisor
-    while examples // (2 * usual) >= UPDATES_PER_EPOCH:
-        usual *= 2
+    smaller = divisor
+    while examples // (2 * smaller) >= UPDATES_PER_EPOCH:
+        smaller *= 2
     fits = f"--batch-size {largest} makes one update per epoch"
-    if usual < largest:
-        fits += f", --batch-size {usual} makes {examples // usual}"
+    if smaller < largest:
+        fits += f", --batch-size {smaller} makes {examples // smaller}"
     return f"{sentence}: {fits}{hint}"
 
 
@@ -230,7 +232,8 @@ class Loader(AbstractContextManager, Iterator):
     def _next(self) -> dict[str, Tensor]:
         """Returns the next batch, or micro-batch, in host memory.
 
-        Its memory is a worker's: it is valid until that worker has made PREFETCH + 1 more batches.
+        Its memory is a worker's, see `BatchMaker.opened`: it stays as it is while that worker makes
+        its next PREFETCH batches, and the one after these overwrites it.
         """
         batch = self._maker.opened(next(self._host_batches))
         if "skipped" in batch:
@@ -238,18 +241,21 @@ class Loader(AbstractContextManager, Iterator):
         return batch
 
     def _next_counted(self) -> dict[str, Tensor]:
-        """Returns the next micro-batch with the counts of its batch, for which all micro-batches of
-        the batch must have been read.
+        """Returns the next micro-batch with the counts of its batch, which are known when all
+        micro-batches of the batch have been read.
 
         The first call reads a whole batch. Each later call reads one micro-batch and returns one,
-        so that nobody waits for a whole batch again: while the micro-batches of a batch are
-        returned, those of the next batch are read, all but its last one. The next call reads the
-        last one, and returns the first of that batch.
+        so that nobody waits for a whole batch again. With batches of three micro-batches, a b c and
+        d e f:
+
+            call      1      2  3  4  5
+            reads     a b c  d  e  f  g
+            returns   a      b  c  d  e
         """
         if self._counted:
-            self._read_one()  # of the next batch, but never its last micro-batch
+            self._read_one()  # ahead
         while not self._counted:
-            self._read_one()  # the whole first batch; of a later one the last micro-batch
+            self._read_one()  # until a batch is complete
         return self._counted.popleft()
 
     def _read_one(self) -> None:
@@ -258,12 +264,12 @@ class Loader(AbstractContextManager, Iterator):
         try:
             micro_batch = self._next()
         except StopIteration:
-            if not self._counted:
-                raise
-            return
+            if self._counted:
+                return  # nothing is left to read ahead, but not all has been returned yet
+            raise
         # Copies, since the worker writes its memory again.
-        own = {name: tensor.clone() for name, tensor in micro_batch.items()}
-        self._incomplete.append(own)
+        copies = {name: tensor.clone() for name, tensor in micro_batch.items()}
+        self._incomplete.append(copies)
         if len(self._incomplete) < self._micro_batches:
             return
 
@@ -278,7 +284,8 @@ class Loader(AbstractContextManager, Iterator):
         self._incomplete = []
 
     def _explained(self, error: BaseException) -> BaseException:
-        """Returns the error, or for the broken connection to a dead worker one that says so."""
+        """Returns the error to raise: where the connection broke since a worker died, one that says
+        so; else the error itself."""
         if not isinstance(error, ConnectionError | EOFError):
             return error
         for worker in getattr(self._host_batches, "_workers", ()):
@@ -300,8 +307,8 @@ class Loader(AbstractContextManager, Iterator):
 class MicroBatches(Iterator):
     """The micro-batches of one update, on the device.
 
-    Each is taken from the loader when it is asked for, so that no more than AHEAD of them are in
-    the device's memory.
+    Each is taken from the loader when it is asked for, so that the device's memory holds no more
+    than AHEAD of them beside the one in use.
 
     Attributes:
         first: the number of its first micro-batch, counted from 1 since the training began, also
@@ -309,9 +316,9 @@ class MicroBatches(Iterator):
         left: how many are not taken yet.
     """
 
-    def __init__(self, loader: Loader, first: int, micro_batches: int):
+    def __init__(self, loader: Loader, first: int, count: int):
         self.first = first
-        self.left = micro_batches
+        self.left = count
         self._loader = loader
         # Taken here: at the end of the data this raises StopIteration, so that the loader yields no
         # empty update.
@@ -353,8 +360,9 @@ def parallel_loader(
 ) -> Loader:
     """Loads `dataset` in batches onto the mesh.
 
-    Training: batches `start` to `stop`, which must be given. Each epoch is a new permutation; what
-    does not fill a batch at its end is left out.
+    Training: the batches `start`, …, `stop` - 1, counted from 0 since the training began; `stop`
+    must be given. They are whole batches, not their micro-batches. Each epoch is a new permutation;
+    what does not fill a batch at its end is left out.
 
     Evaluation: every example once, in order, whatever `start` and `stop` are. The last batch is
     padded, and `batch["mask"]` [batch_size] float32 is 1 for examples and 0 for padding.
@@ -370,8 +378,9 @@ def parallel_loader(
         update_every: of training, micro-batches that make an update: the loader then yields
             `MicroBatches`. None: it yields single batches. With micro_batches=k and update_every=k
             each batch is cut in k, which make one update. With micro_batches=1 and update_every=k
-            an update takes k whole batches, such as those of a plan. All micro-batches from `start`
-            to `stop` must make up whole updates.
+            an update takes k whole batches, such as those of a plan: update u, counted from 0,
+            takes those from start = u * k on. All micro-batches from `start` to `stop` must make up
+            whole updates.
         counts_per_row: counts something in each of the n rows of a micro-batch, such as tokens;
             returns the counts [n] by name. The loader adds up the [n] of a batch's micro-batches,
             entry by entry, and each of these micro-batches gets the sums [n] under the same names.
@@ -443,11 +452,11 @@ def first_and_last(
 
     maker = BatchMaker(dataset, seed, masked=True, collate=collate)
     found = []
-    for sent in batches.data_loader(maker, keys, workers):
-        batch = maker.opened(sent)
+    for made in batches.data_loader(maker, keys, workers):
+        batch = maker.opened(made)
         # Copies, since the worker writes its memory again.
-        own = {key: tensor.clone() for key, tensor in batch.items()}
-        found.append(own)
+        copies = {key: tensor.clone() for key, tensor in batch.items()}
+        found.append(copies)
     return found
 
 
@@ -461,12 +470,12 @@ def _evaluation_keys(
 
 
 def _micro_batch_keys(keys: Iterator[tuple], micro_batches: int, mesh: Mesh) -> Iterator[tuple]:
-    """Yields the keys of the micro-batches that these batches are cut into.
+    """Yields the keys of the micro-batches that these batches are cut into, each with the indices
+    that this host loads, in the order in which it uploads them.
 
-    A key is (epoch, indices), see batches.py, and of a plan also the lengths. It keeps the indices
-    that this host loads.
+    A key is (epoch, indices), see batches.py, and of a plan also the lengths.
     """
     for epoch, indices, *lengths in keys:
         for micro_batch in np.split(indices, micro_batches):
-            rows = mesh.rows(len(micro_batch))
-            yield epoch, micro_batch[rows], *lengths
+            own_rows = mesh.rows(len(micro_batch))
+            yield epoch, micro_batch[own_rows], *lengths

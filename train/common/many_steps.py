@@ -72,6 +72,13 @@ def ends_call(step: int, steps_per_call: int, total: int, single_steps: int = 0)
 
 
 def is_due(interval: int, step: int, steps: int) -> bool:
-    """Returns whether one of the call's `steps`, of which `step` is the last, is a multiple of
-    `interval`. What is to happen after that step happens after the call."""
-    return step // interval > (step - steps) // interval
+    """Returns whether a multiple of `interval` is among the steps of a call.
+
+    What is to happen after that multiple happens after the call.
+
+    Args:
+        step: the last step of the call.
+        steps: how many steps the call has.
+    """
+    step_before_call = step - steps
+    return step // interval > step_before_call // interval

@@ -57,8 +57,8 @@ class Mesh:
     local_devices: tuple[int, ...] = ()
     # Whether steps avoid the operations that libtpu compiles only with flags, see docs/tpu.md.
     safe_forms: bool = False
-    # How a model's layers are split over the devices: train/common/sharding's Layers. None: a run
-    # without a Layout, where every device has the whole model.
+    # How a model's layers are split over the devices: a LayerSharding of train/common/sharding.
+    # None: a run without a Layout, where every device has the whole model.
     layers: Any = None
 
     @property

@@ -150,7 +150,7 @@ class Run:
             self.message(f"{self.path} is finished, nothing to train; another --name trains again")
         else:
             if self._main:
-                # Takes the folder's lock, so before the line below: another process may train it.
+                # Before the message: it takes the folder's lock, which another process may hold.
                 self.folder.open(
                     {"kind": mesh.kind, "devices": mesh.num_devices, "hosts": mesh.process_count}
                 )
@@ -190,25 +190,26 @@ class Run:
                 for name, seconds in earlier_seconds.items():
                     self._seconds[name] += seconds
             self.message(f"resuming after step {start}")
-        self._find_evaluation(start)
+        self._set_evaluation_due(start)
         self._find_best(start)
         return start
 
-    def _find_evaluation(self, step: int) -> None:
+    def _set_evaluation_due(self, step: int) -> None:
         """Sets `evaluation_due`: whether metrics.jsonl lacks the evaluation that was to follow the
         checkpoint of a step.
 
         Every host calls it, in a new run as well: hosts that look at the folder at different
         moments may disagree about whether a run is resumed.
         """
-        due = self._main and step > 0 and self.checkpoints.evaluation_follows
-        recorded = self._metrics.evaluations.get(step) if due else None
+        main_says_due = self._main and step > 0 and self.checkpoints.evaluation_follows
+        recorded = self._metrics.evaluations.get(step) if main_says_due else None
         if recorded:
-            # The process may have ended before they were in the checkpoint's record, too.
+            # Metrics that metrics.jsonl has, the checkpoint may lack: the process may have ended in
+            # between.
             self.checkpoints.add_metrics(step, recorded)
-            due = False
-        # The main process tells the others, which may see an older file.
-        self.evaluation_due = device.over_hosts(self.mesh, int(due)).high > 0
+            main_says_due = False
+        # The other hosts, which may see an older file, say 0: the maximum is the main host's.
+        self.evaluation_due = device.over_hosts(self.mesh, int(main_says_due)).high > 0
 
     def _find_best(self, step: int) -> None:
         """Sets `best` and `stopped_early` by the evaluations up to a step.
@@ -279,6 +280,7 @@ class Run:
 
         # Asked in every step, on every host: the hosts answer together, and wait for each other.
         stop_requested = self._stop_requested()
+        # After the last step the run ends by itself, and nothing is left to resume.
         stop = stop_requested and step < self.total_steps
         if due or evaluates or stop:
             with self.pause("checkpoints"):
@@ -400,11 +402,14 @@ class Run:
         where that is not known."""
         if examples is None:
             return None
-        before = self._rate_start
+        last = self._rate_start
         self._rate_start = (examples, seconds)
-        if before is None or seconds <= before[1]:
+        if last is None:
             return None
-        return (examples - before[0]) / (seconds - before[1])
+        last_examples, last_seconds = last
+        if seconds <= last_seconds:
+            return None
+        return (examples - last_examples) / (seconds - last_seconds)
 
     def _write(
         self, step: int, values: dict[str, float], timing: dict[str, float], words: list[str]
@@ -434,10 +439,10 @@ class Run:
         self._check_metrics(step, metrics)
         with self.pause():
             values = {f"{EVALUATION}{key}": float(value) for key, value in metrics.items()}
-            words = "  ".join(f"{key} {format_number(value)}" for key, value in metrics.items())
+            text = "  ".join(f"{key} {format_number(value)}" for key, value in metrics.items())
             if self._would_be_best(step, metrics):
-                words += "  best so far"
-            self._write(step, values, self._read_clock(), [f"evaluation: {words}"])
+                text += "  best so far"
+            self._write(step, values, self._read_clock(), [f"evaluation: {text}"])
             if step == self.saved_step:
                 self.checkpoints.add_metrics(step, finite(metrics))
             self.evaluation_due = False
@@ -514,8 +519,8 @@ class Run:
     def finish(self, metrics: dict[str, float]) -> None:
         """Ends the run: writes summary.json with the final metrics, prints the table, uploads.
 
-        Call it at the end of `training`, inside, after `checkpoints.wait()`: of a run that is
-        finished the last checkpoint must be on disk.
+        Call it at the end of `with run.training(…)`, inside, after `checkpoints.wait()`: a run that
+        says that it is finished must have its last checkpoint on disk.
         """
         if self._closed:
             raise RuntimeError(
@@ -594,7 +599,8 @@ class Run:
         """
         if self._closed:
             return
-        # The error that ends the run, such as a checkpoint's, is the one to show.
+        # The error that ends the run, such as a checkpoint's, is the one to show. SystemExit, with
+        # which a run leaves that is asked to stop, is none: an upload that then fails is shown.
         already_failing = isinstance(sys.exc_info()[1], Exception)
         hidden = (InputError, OSError) if already_failing else ()
         try:
@@ -627,7 +633,7 @@ def _check_hosts(mesh: Mesh, folder: RunFolder) -> None:
     deadline = time.monotonic() + SEEN_SECONDS
     while folder.fingerprint() != expected and time.monotonic() < deadline:
         time.sleep(1)
-        folder.files.invalidate_cache()
+        folder.fs.invalidate_cache()
     sees_it = int(folder.fingerprint() == expected)
     if not device.over_hosts(mesh, sees_it).low:
         raise InputError(

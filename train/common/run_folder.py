@@ -48,11 +48,17 @@ _LOCKS: dict[str, contextlib.ExitStack] = {}  # this process's last lock of each
 class RunFolder:
     """The folder of a run below `runs`, a root folder or fsspec URL, and the files in it.
 
-    The arguments are those of `Run`. Raises InputError where the folder cannot be used.
+    The arguments are those of `Run`; `default_name` is its `name`. Raises InputError where the
+    folder cannot be used.
 
     Attributes:
+        root: the root folder or URL.
+        name: of the folder below it.
         path: the folder or URL.
+        fs: the file system of `path`, of fsspec.
+        remote: whether that is a URL.
         local: where `write` writes. For a URL it is a temporary folder, which `upload` copies.
+        config: the fields of this start's configuration, as config.json brings them back.
         stored: the content of config.json as it was found, or None.
         sources: what is trained and evaluated on, as config.json has it.
         summary: the content of summary.json as it was found, or None.
@@ -81,10 +87,10 @@ class RunFolder:
         self.last_step = 0
         self._lock = contextlib.ExitStack()
         try:
-            self.files = fsspec.core.url_to_fs(self.root)[0]
+            self.fs = fsspec.core.url_to_fs(self.root)[0]
         except (ImportError, ValueError) as error:
             raise InputError(f"cannot use --runs {config.runs}: {error}") from error
-        self.files.invalidate_cache()
+        self.fs.invalidate_cache()
 
         self.config = _as_stored(config)
         self.sources = sources or {}
@@ -139,10 +145,10 @@ class RunFolder:
         new = self.config
         changed = {}
         for field in new | old:
-            was = old.get(field, "absent")
-            now = new.get(field, "absent")
-            if field not in may_differ and was != now:
-                changed[field] = f"{field} was {_shown(was)}, now {_shown(now)}"
+            before = old.get(field, "absent")
+            after = new.get(field, "absent")
+            if field not in may_differ and before != after:
+                changed[field] = f"{field} was {_shown(before)}, now {_shown(after)}"
 
         was = self.stored.get("sources")
         if was is None and self.summary is None:
@@ -157,7 +163,9 @@ class RunFolder:
     def _refuse(self, changed: dict[str, str]) -> None:
         """Raises InputError: a run of this name was started with other values."""
         values = ", ".join(changed.values())
-        older = "; it is of an older version" if "was absent" in values else ""
+        # What `_changed` says of a field that the stored run lacks.
+        is_older = "was absent" in values
+        older = "; it is of an older version" if is_older else ""
         raise InputError(
             f"{self.path} was started with other values ({values}){older}; "
             "use another --name or the old values"
@@ -217,7 +225,7 @@ class RunFolder:
     def read(self, name: str) -> bytes | None:
         """Returns the content of a file of the run, None where there is none."""
         try:
-            return self.files.cat_file(f"{self.path}/{name}")
+            return self.fs.cat_file(f"{self.path}/{name}")
         except (FileNotFoundError, NotADirectoryError):
             return None
         except Exception as error:  # every store has exceptions of its own
@@ -278,7 +286,7 @@ class RunFolder:
         paths.sort(key=_is_summary)
         try:
             for path in paths:
-                self.files.put_file(path, f"{self.path}/{os.path.relpath(path, self.local)}")
+                self.fs.put_file(path, f"{self.path}/{os.path.relpath(path, self.local)}")
         except Exception as error:  # every store has exceptions of its own
             raise InputError(
                 f"cannot write to {self.path}: {error}; the files are in {self.local}"

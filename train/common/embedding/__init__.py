@@ -3,7 +3,7 @@
 
     bags               the module that a script uses
     tables             what a table is; checks of tables and ids
-    plan               the tables of one plan, and the four numbers that tell where a row is
+    plan               the tables of one plan, and the five numbers that tell where a row is
     copied, exchange   the two plans
     memory             which plan a table takes, and what fits
     devices            the devices that share tables: one of plain PyTorch

@@ -89,7 +89,7 @@ class ShardedEmbeddingBags(nn.Module):
     Attributes:
         plans: the name of each table's plan.
         arrays: one for each plan that has tables.
-        load: on the devices, of all steps and evaluations, see exchange.add_load.
+        slot_load: on the devices, of all steps and evaluations, see exchange.add_load.
         param_groups: [{"lr": tensor}], as torch's optimizers have it.
     Raises:
         InputError: a table is not possible, or they do not fit.
@@ -130,9 +130,10 @@ class ShardedEmbeddingBags(nn.Module):
                 self.arrays.append(array)
         for array in self.arrays:
             array.allocate(seed)
-        self.load = self.devices.replicated(torch.zeros(3))
+        self.slot_load = self.devices.replicated(torch.zeros(3))
 
-        # The arrays' pooled rows are put side by side, and then into the tables' order.
+        # The arrays' pooled rows are put side by side, and then into the tables' order: for each
+        # table, its place side by side. None where that is the tables' order already.
         side_by_side = []
         for array in self.arrays:
             side_by_side += array.table_indices
@@ -145,6 +146,7 @@ class ShardedEmbeddingBags(nn.Module):
             lookups = torch.tensor([float(table.lookups) for table in tables])
             self._is_mean = self.devices.replicated(is_mean[None, :, None])
             self._lookups = self.devices.replicated(lookups[None, :, None])
+        # Computes the initial values: they would be a part of the next program, that of a step.
         device.run_pending()
 
     def extra_repr(self) -> str:
@@ -220,7 +222,7 @@ class ShardedEmbeddingBags(nn.Module):
         for array, kept in zip(self.arrays, kept_by_array, strict=True):
             loads = array.slot_loads(kept)
             if loads:
-                exchange.add_load(self.load, loads, self.devices)
+                exchange.add_load(self.slot_load, loads, self.devices)
 
     def _has_means(self) -> bool:
         return any(table.pooling == "mean" for table in self.tables)
@@ -286,7 +288,7 @@ class ShardedEmbeddingBags(nn.Module):
                     own_gradients.append(gradient.index_select(1, array.positions))
             loads = array.update(kept_by_pass, own_gradients, lr, self.step_count)
             if loads:  # of one array at most, that of plan "exchange"
-                metrics = exchange.add_load(self.load, loads, self.devices)
+                metrics = exchange.add_load(self.slot_load, loads, self.devices)
         return metrics
 
     def check(self, dropped: Tensor | None = None) -> None:
@@ -302,11 +304,11 @@ class ShardedEmbeddingBags(nn.Module):
         if not any(array.may_drop for array in self.arrays):
             return
 
-        # The first number of `load` is the count; `dropped` is the count alone.
-        known = self.load if dropped is None else dropped
+        # The first number of `slot_load` is the count; `dropped` is the count alone.
+        known = self.slot_load if dropped is None else dropped
         count = device.read([known])[0].reshape(-1)[0]
         if count > 0:
-            load = device.read([self.load])[0].tolist()
+            load = device.read([self.slot_load])[0].tolist()
             exchange.check_load(load, self.room)
 
     def pieces(self) -> dict[str, Tensor]:

@@ -5,8 +5,7 @@
              all-reduced
              larger ones: the ids and gradients of all examples, all-gathered
 
-A device row is an array row here: on every device, the tables lie in the array as they do in the
-array rows.
+On every device, device row i is array row i here.
 """
 
 from collections.abc import Sequence
@@ -85,12 +84,12 @@ class Copied(TableArray):
         For small tables that moves fewer bytes than sending the gradient of every example.
         """
         rows, g = self._gradient_rows(kept_by_pass, grads, self.devices.batch_axes)
-        # Two things travel with the gradient. Its last column counts the ids of each row, to tell
-        # which rows are touched. Its last row takes the ids that are not there.
+        # One more column counts the ids of each row, to tell which rows are touched. One more row
+        # takes the ids that are not there; it is cut off before the devices' sums are added up.
         g_and_count = torch.cat([g, torch.ones_like(g[:, :1])], 1)
-        total = torch.zeros(self.device_rows + 1, self.dim + 1, device=g.device)
-        total = total.index_add(0, rows, g_and_count)[: self.used_rows]
-        total = self.devices.all_reduce(total)
+        zeros = torch.zeros(self.device_rows + 1, self.dim + 1, device=g.device)
+        own_sum = zeros.index_add(0, rows, g_and_count)[: self.used_rows]
+        total = self.devices.all_reduce(own_sum)
         g = total[:, :-1]
         count = total[:, -1:]
         touched = (count > 0).float()
@@ -99,9 +98,9 @@ class Copied(TableArray):
         table_parts = []
         padding_parts = []
         for tensor in tensors:
-            tensor_rows = by_row(tensor, self.dim)
-            table_parts.append(tensor_rows[: self.used_rows])
-            padding_parts.append(tensor_rows[self.used_rows :])
+            by_device_row = by_row(tensor, self.dim)
+            table_parts.append(by_device_row[: self.used_rows])
+            padding_parts.append(by_device_row[self.used_rows :])
         weight, *states = table_parts
         weight, states = self.optimizer.update(weight, states, None, g, touched, lr, step)
         written = []

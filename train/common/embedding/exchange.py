@@ -1,5 +1,5 @@
-"""Plan "exchange": a device asks the owners of its ids for their rows, so that a step does not grow
-with the devices.
+"""Plan "exchange": a device asks the owners of its ids for their rows, so that the work of a device
+in a step does not grow with the number of devices.
 
     lookup   1. sort the ids of a device by owner and device row; equal ones are asked for once
              2. put the distinct ones into slots [owners, capacity]; all-to-all
@@ -40,9 +40,9 @@ class Route:
     """What the update needs of a lookup, on each device.
 
     Attributes:
-        asked: [owners * capacity] device rows of this device that others have asked for;
-            `device_rows`: an empty slot.
-        slots: [batch, columns] the slot of each id; owners * capacity: it has none.
+        asked: [owners * capacity] the device rows of this device that others have asked for. An
+            empty slot has the value `device_rows`.
+        slots: [batch, columns] the slot of each id. An id without one has owners * capacity.
         load: of the slots of this lookup.
     """
 
@@ -131,8 +131,9 @@ class Exchanged(TableArray):
         weight = self.devices.enter(self.weight, self.spec)
         # Empty slots read row 0. Nothing uses what they read, since no id has an empty slot.
         safe_rows = _with_row_0(asked, no_row=self.device_rows)
-        found = take_rows(weight, safe_rows.reshape(-1), self.dim)
-        found = self.devices.all_to_all(found.reshape(self.group_size, capacity, self.dim))
+        for_others = take_rows(weight, safe_rows.reshape(-1), self.dim)
+        for_others = for_others.reshape(self.group_size, capacity, self.dim)
+        found = self.devices.all_to_all(for_others)
 
         slots = slots.reshape(own_rows.shape)
         has_slot = slots < self.group_size * capacity
@@ -163,24 +164,25 @@ class Exchanged(TableArray):
             array_rows: [n], -1 for an id that is not there.
             capacity: slots at each owner.
         Returns:
-            The device rows to ask each owner for [owners, capacity], `device_rows` in empty slots;
-            the slot of each id [n], owners * capacity where it has none; the load of the slots.
+            The device rows to ask each owner for [owners, capacity], with `device_rows` in empty
+            slots; the slot of each id [n], owners * capacity for an id without one; the load of the
+            slots.
         """
         ids = self._sort_ids(array_rows)
         owners = torch.arange(self.group_size, dtype=torch.int32, device=array_rows.device)
 
-        # [n, owners]: the compiler fuses it into the sums below and never stores it. A TPU would
-        # take longer to read the counts of each id's owner at indices.
+        # [n, owners], one-hot. The compiler fuses it into the sums below and never stores it. A TPU
+        # would take longer for a gather, `rows_before[ids.owner]`.
         is_owner = ids.owner[:, None] == owners
 
-        # Of each owner: its distinct rows, and those of the owners before it.
+        # For each owner: the number of its distinct rows, and of those of the owners before it.
         distinct = (is_owner & ids.is_first[:, None]).sum(0, dtype=torch.int32)
         rows_before = torch.cumsum(distinct, 0, dtype=torch.int32) - distinct
 
-        # Of each id: the number of its row among all distinct ones, and among its owner's.
-        row_number = torch.cumsum(ids.is_first, 0, dtype=torch.int32) - 1
-        of_own_owner = torch.where(is_owner, rows_before, torch.zeros_like(rows_before))
-        slot_at_owner = row_number - of_own_owner.sum(1, dtype=torch.int32)
+        # For each id: the index of its row among all distinct rows, and among those of its owner.
+        row_index = torch.cumsum(ids.is_first, 0, dtype=torch.int32) - 1
+        before_own_owner = torch.where(is_owner, rows_before, torch.zeros_like(rows_before))
+        slot_at_owner = row_index - before_own_owner.sum(1, dtype=torch.int32)
 
         has_slot = (ids.key != LAST) & (slot_at_owner < capacity)
         no_slot = torch.full_like(ids.key, self.group_size * capacity)
@@ -263,6 +265,7 @@ class Exchanged(TableArray):
         rows, g = sum_equal_rows(rows, g, self.device_rows)
         capacity = self._updates_per_device(kept_by_pass, rows.numel())
         distinct = (rows < self.device_rows).sum(dtype=torch.int32)[None].float()
+        # The distinct rows are first. Those beyond the capacity are counted as dropped below.
         rows = rows[:capacity]
         g = g[:capacity]
         touched = (rows < self.device_rows)[:, None].float()
@@ -414,8 +417,8 @@ def check_load(load: Sequence[float], room: tuple[float, float]) -> None:
     if update_load > 1:
         update_room = _enough_room(update_room, update_load)
     if pair_load > 1:
-        # An id without a slot is not among the updates, so their load is too low to plan with. A
-        # factor of 1 is the plan for all ids.
+        # Ids without a slot have sent no gradient, so `update_load` is lower than it will be with
+        # enough slots. A factor of 1 is planned for the updates of all ids.
         update_room = max(update_room, 1.0)
     raise InputError(
         f"{dropped:,.0f} ids found no slot in the exchange of embeddings: the fullest pair of "
@@ -428,5 +431,6 @@ def check_load(load: Sequence[float], room: tuple[float, float]) -> None:
 
 def _enough_room(factor: float, load: float) -> float:
     """Returns a capacity factor with which a load would be less than 1: a tenth more than needed,
-    rounded up to a tenth."""
-    return math.ceil(11 * factor * load) / 10
+    rounded up to a multiple of 0.1."""
+    tenths = 11 * factor * load  # 1.1 times what was needed, in tenths
+    return math.ceil(tenths) / 10

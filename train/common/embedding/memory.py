@@ -19,8 +19,8 @@ ARRAYS: dict[str, type[TableArray]] = {Exchanged.name: Exchanged, Copied.name: C
 # `auto` copies a table (with its optimizer state) to every device up to this size: adding up its
 # whole gradient over the devices then moves fewer bytes than sending every example's.
 COPIED_BYTES = 1 << 20
-# Memory that a program can use on one device, GiB: the limit that libtpu 0.0.21 (TPU7x: 0.0.51)
-# gives of the device, as GENERATIONS of tpu/compiler/libtpu.py has it in bytes.
+# GiB of one device that a program can use, by libtpu 0.0.21 (TPU7x: 0.0.51). GENERATIONS of
+# tpu/compiler/libtpu.py has the same limits in bytes.
 USABLE_GIB = {
     "TPU v2": 7.48,
     "TPU v3": 15.48,
@@ -80,7 +80,7 @@ def _what_would_fit(
     needed: float,
     device_bytes: float,
 ) -> str:
-    """Returns how much memory is missing, and what can be changed.
+    """Returns how much memory the tables need, how much there is, and what would fit.
 
     Args:
         size: bytes of a row.

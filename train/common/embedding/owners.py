@@ -41,12 +41,12 @@ def _rotation(device_rows: Tensor, owners: int) -> Tensor:
 
 @dataclass(frozen=True)
 class TableRun:
-    """Consecutive rows of a table, as their owner holds them: says which table rows they are.
+    """Tells which rows of a table a run of rows has.
 
-    An owner has some of the table's rows, one after the other. A run is those from the `first` on;
-    how many is not part of it. With one owner, row i of the run is table row first + i. With
-    several, it is the owner's device row table_start + first + i, which `array_row_of` turns into
-    an array row.
+    An owner has some of the table's rows, in rising order. A run has those of them from the `first`
+    on, without a gap; how many is no part of it. With one owner, row i of the run is table row
+    first + i. With several, it is the owner's device row table_start + first + i, which
+    `array_row_of` turns into an array row.
 
     Attributes:
         first: the run's first row, counted among the rows of this table that the owner has.

@@ -3,11 +3,17 @@ into checkpoints.
 
 A piece has the name "<table>/<weight or state>/<run>/<first column>" and the shape [rows, columns],
 or [rows] where a state has a number per row. <run> says which of the table's rows these are
-(owners.TableRun): `0` from table row 0 in order, or `0.4.2.310` as owner 2 of 4 holds them. plan.py
-says what the kinds of rows are.
+(owners.TableRun). It is `<first>` or `<first>.<owners>.<owner>.<table start>`:
 
-Pieces that are written here have all columns. Those of plans that were removed may have some, and
-runs that begin anywhere in a table: any pieces that make up a table are read.
+    0            the table's rows from row 0 on, in order
+    0.4.2.310    the rows that owner 2 of 4 has, from its first one on. On each owner the table
+                 begins at device row 310
+
+plan.py says what the kinds of rows are.
+
+Pieces that are written here have all columns. Older checkpoints, of plans that were removed, may
+have pieces with some of the columns, or with a run that begins anywhere in the table: any pieces
+that make up a table are read.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -182,7 +188,7 @@ def _group_keys(embeddings: Any, shapes: Shapes) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     for key in shapes:
         if key != STEP:
-            table_and_name = key.rsplit("/", 2)[0]  # neither has a "/" of its own
+            table_and_name = key.rsplit("/", 2)[0]  # without the run and the first column
             found.setdefault(table_and_name, []).append(key)
 
     if expected != found.keys() or STEP not in shapes:

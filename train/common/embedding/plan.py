@@ -1,6 +1,6 @@
 """The tables of one plan: where their rows lie on the devices, how they are looked up and updated.
 
-All tables of one plan lie in one array, with the states of their optimizer: a `TableArray`. Four
+All tables of one plan lie in one array, with the states of their optimizer: a `TableArray`. Five
 numbers tell where a row is; each has one name, here and in the other files:
 
     table row     its number within its table, which is what an id is: 0 <= table row < table.rows
@@ -8,6 +8,8 @@ numbers tell where a row is; each has one name, here and in the other files:
                   array row of its table (`start`) plus the table row
     device row    its number among the rows that one device holds: 0 <= device row < `device_rows`.
                   A plan says which device has an array row, and as which device row
+    tensor row    its number in the array's tensor, which has the rows of one device after the
+                  other: device index * `device_rows` + device row
     line          where it is in the tensor. A line holds `pack` device rows side by side (rows.py),
                   so device row r is in line r // pack of its device. The tensor [lines, pack * dim]
                   is the concatenation of the devices' lines
@@ -73,10 +75,10 @@ class SlotLoad:
 
     Attributes:
         dropped: how many distinct ids, or rows to update, found no slot.
-        pair: of a lookup. A device has equally many slots at each owner: the most that its ids need
-            at one owner, divided by these; 0 of an update.
-        update: of an update. Rows to update on this device, divided by those that a step has room
-            for; 0 of a lookup.
+        pair: of a lookup: the slots that this device's ids need at the owner where they need most,
+            divided by the slots that it has at each owner; 0 of an update.
+        update: of an update: the rows to update on this device, divided by the rows that a step has
+            room for; 0 of a lookup.
     """
 
     dropped: Tensor
@@ -155,10 +157,11 @@ class TableArray(abc.ABC):
         self.room = room
         self.sizes = [tables[index].rows for index in table_indices]
         self.lookups = [tables[index].lookups for index in table_indices]
-        first_column = np.cumsum([0] + [table.lookups for table in tables])
+        # One more than tables: where the last one ends.
+        first_columns = np.cumsum([0] + [table.lookups for table in tables])
         self.column_indices = []
         for index in table_indices:
-            self.column_indices.extend(range(first_column[index], first_column[index + 1]))
+            self.column_indices.extend(range(first_columns[index], first_columns[index + 1]))
 
         on_tpu = devices.mesh.kind.startswith("TPU")
         self.pack = rows_in_a_line(dim, LANES if on_tpu else 1)
@@ -187,6 +190,11 @@ class TableArray(abc.ABC):
 
     # ---- where rows lie: what a plan decides
 
+    @property
+    @abc.abstractmethod
+    def spec(self) -> tuple[str | None, None]:
+        """How the array is cut over the devices."""
+
     @classmethod
     @abc.abstractmethod
     def rows_per_device(cls, rows: int, devices: int) -> float:
@@ -204,8 +212,7 @@ class TableArray(abc.ABC):
         That of a row which no table has is outside of all tables.
 
         Args:
-            tensor_rows: [rows] the rows' numbers in the tensor, where one device's follow the
-                other's: device index * device_rows + device row.
+            tensor_rows: [rows].
         """
 
     @abc.abstractmethod
@@ -268,18 +275,13 @@ class TableArray(abc.ABC):
     # ---- what all plans have
 
     @property
-    @abc.abstractmethod
-    def spec(self) -> tuple[str | None, None]:
-        """How the array is cut over the devices."""
-
-    @property
     def part_count(self) -> int:
         """The parts that the array is cut into; 1 where every device has all of it."""
         is_cut = self.spec[0] is not None
         return self.group_size if is_cut else 1
 
     def allocate(self, seed: int) -> None:
-        """Creates the weight, the states and what finds the rows on the devices."""
+        """Creates the weight and the states, and `offsets`, `positions` and `device_indices`."""
         offsets = np.repeat(self.start, self.lookups).astype(np.int32)
         self.offsets = self.devices.replicated(torch.from_numpy(offsets))
         self.positions = self.devices.replicated(torch.tensor(self.table_indices))

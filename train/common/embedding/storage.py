@@ -132,7 +132,7 @@ class TableStorage:
 
             shapes = {key: stored.shape for key, stored in index.items()}
             self.embeddings.load_pieces(shapes, read)
-        except InputError:  # a ValueError, too
+        except InputError:  # no damage; caught here, since it is a ValueError
             raise
         except ValueError as error:
             damage = str(error)
@@ -146,8 +146,9 @@ class TableStorage:
     def drop_marks(self, fs: fsspec.AbstractFileSystem, folder: str) -> None:
         """Removes the marks of all hosts from a torn checkpoint, before it is written anew.
 
-        Otherwise they would pass for those of the new attempt. `Run.resume` compares the step to
-        resume from on all hosts next, so no host saves before this is done.
+        Otherwise they would pass for those of the new attempt. After this `Run.resume` compares the
+        step to resume from over all hosts, which waits for them. So no host saves before the marks
+        are gone.
         """
         with _store_errors(folder):
             for path in fs.glob(f"{folder}/tables-*.json"):

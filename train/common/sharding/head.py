@@ -69,7 +69,7 @@ class _Weight:
         self._axes = axes
         self._spmd = spmd
         self._spec = spec
-        self._batch = pin_sharding.BATCH  # the axes over which examples are split
+        self._batch_axes = pin_sharding.BATCH  # the axes over which examples are split
         self._pin = pin_sharding.pin
         self._regions = Regions(axes)
 
@@ -123,11 +123,11 @@ class _Weight:
 
     def _replicated(self, x: Tensor) -> bool:
         """Returns whether each device has all rows of x, since the devices do not divide them."""
-        return x.shape[0] % self._regions.count(self._batch) != 0
+        return x.shape[0] % self._regions.count(self._batch_axes) != 0
 
     def _examples_spec(self, x: Tensor) -> tuple:
         """Returns the spec of a tensor whose first dimension is split by examples."""
-        return (self._batch, *(None,) * (x.dim() - 1))
+        return (self._batch_axes, *(None,) * (x.dim() - 1))
 
     def _local(self) -> Tensor:
         """Returns each device's copy of the weight, in the type that autocast computes in.
@@ -168,7 +168,7 @@ class _Weight:
         multiple = ROW_MULTIPLE * self._axes["data"]
         has_few_words = words < multiple
         if has_few_words:
-            summed = regions.all_reduce(local, self._batch)
+            summed = regions.all_reduce(local, self._batch_axes)
             whole = regions.leave(summed, (None, None))
             return self._pin(whole, self._spmd, self._spec)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from errors import InputError
 from train.common.mesh import WHOLE, Layout, Mesh
-from train.common.sharding.placement import Layers
+from train.common.sharding.placement import LayerSharding
 
 AXES = ("copies", "data", "model")
 
@@ -35,7 +35,7 @@ def ask_for_reduce_scatters(layout: Layout, backend: Any) -> None:
 
 
 def arranged(mesh: Mesh, layout: Layout) -> Mesh:
-    """Returns the mesh with the `Layers` of a layout, and with its axes where a batch needs them.
+    """Returns the mesh with a layout's `LayerSharding`, and with its axes where a batch needs them.
 
     A batch is split over all axes but "model". Where "model" has one device, that is over all
     devices, as the mesh's own axis "data" splits it: the mesh keeps this one axis. With more of
@@ -52,7 +52,7 @@ def arranged(mesh: Mesh, layout: Layout) -> Mesh:
 
     axes = parse(layout.mesh or _default(mesh.num_devices, layout), mesh.num_devices)
     _check_shards(mesh, layout, axes)
-    layers = Layers(layout, axes, mesh.spmd)
+    layers = LayerSharding(layout, axes, mesh.spmd)
     if not layers.spreads:
         return replace(mesh, layers=layers)
 

@@ -28,23 +28,24 @@ class Rules(Protocol):
     """What models/partition.py says of a model.
 
     Attributes:
-        parameters: by a pattern of how a parameter's name ends, at a dot.
-        layers: names of the lists of layers.
+        parameters: the spec of each parameter, by a pattern that fits the end of its name, from the
+            name's start or from a dot on.
+        layer_lists: names of the lists of layers.
         heads: attention heads.
-        shared: pattern of modules whose input is multiplied by several weights; anywhere in the
-            name.
-        time_major: pattern of how the names begin of modules whose tensors are [T, B, …], not
-            [B, T, …].
+        shared: a pattern, found anywhere in the name of a module whose input is multiplied by
+            several weights.
+        time_major: a pattern of the beginning of a module's name where its tensors are [T, B, …],
+            not [B, T, …].
     """
 
     parameters: Mapping[str, Spec]
-    layers: tuple[str, ...]
+    layer_lists: tuple[str, ...]
     heads: int
     shared: str
     time_major: str
 
 
-NO_RULES = SimpleNamespace(parameters={}, layers=(), heads=1, shared="", time_major="")
+NO_RULES = SimpleNamespace(parameters={}, layer_lists=(), heads=1, shared="", time_major="")
 
 
 @dataclass(frozen=True)
@@ -65,10 +66,10 @@ class ParameterSpecs:
 
 
 @dataclass(frozen=True)
-class Layers:
+class LayerSharding:
     """How a model's layers are split over a mesh, and kept so.
 
-    It is `Mesh.layers` where a Layout asks for something. device.py and checkpoint.py hand over to
+    `Mesh.layers` is one where a Layout asks for something. device.py and checkpoint.py hand over to
     it.
     """
 
@@ -100,8 +101,8 @@ class Layers:
         `state_placement`, that of its gradient and its optimizer's state.
 
         Args:
-            rules_of: returns a model's rules; None: only "data" may split it, and --remat needs
-                rules as well.
+            rules_of: returns a model's rules. None: it has none, so neither may "model" split it
+                nor may --remat be given.
         Raises:
             InputError: a pattern matches no parameter, or a parameter matches two or has other
                 dimensions than its rule; or the devices of "model" do not divide the attention
@@ -134,9 +135,9 @@ class Layers:
 
 
 def parameter_specs(
-    model: nn.Module, layers: Layers, rules: Rules
+    model: nn.Module, layers: LayerSharding, rules: Rules
 ) -> dict[nn.Parameter, ParameterSpecs]:
-    """Returns how each parameter is split; raises InputError, see `Layers.arrange`."""
+    """Returns how each parameter is split; raises InputError, see `LayerSharding.arrange`."""
     model_devices = layers.axes["model"]
     heads = rules.heads
     if heads % model_devices:
@@ -157,10 +158,12 @@ def parameter_specs(
         used_patterns.update(patterns)
         whole = (None,) * parameter.dim()
         rule = rules.parameters[patterns[0]] if patterns else whole
-        # At most one pattern may match, and its rule must have an entry for each dimension.
         if len(patterns) > 1 or len(rule) != parameter.dim():
             shape = list(parameter.shape)
-            raise InputError(f"the rules for {name} {shape} are {patterns}, {rule}: one must fit")
+            raise InputError(
+                f"the rules for {name} {shape} are {patterns}, the first with the axes {rule}; "
+                "expected one rule with an axis or None per dimension: see models/partition.py"
+            )
 
         layer = rule if model_devices > 1 else whole
         state = _state_spec(parameter, layer, layers, parameter in embedded)
@@ -183,7 +186,7 @@ def _matching_patterns(name: str, rules: Rules) -> list[str]:
 
 
 def _check_state_is_split(
-    model: nn.Module, layers: Layers, specs: Mapping[nn.Parameter, ParameterSpecs]
+    model: nn.Module, layers: LayerSharding, specs: Mapping[nn.Parameter, ParameterSpecs]
 ) -> None:
     """Raises InputError where --shard-state would leave the state of every parameter whole."""
     devices = layers.axes["data"]
@@ -199,7 +202,7 @@ def _check_state_is_split(
         )
 
 
-def _state_spec(parameter: Tensor, layer: Spec, layers: Layers, is_embedding: bool) -> Spec:
+def _state_spec(parameter: Tensor, layer: Spec, layers: LayerSharding, is_embedding: bool) -> Spec:
     """Returns how a parameter's gradient and optimizer state are split, given its layer's spec.
 
     --shard-state splits them over "data", too (ZeRO: Rajbhandari et al. 2020), along one dimension,
@@ -234,7 +237,7 @@ def _state_spec(parameter: Tensor, layer: Spec, layers: Layers, is_embedding: bo
 
 def _pin_layers(
     model: nn.Module,
-    layers: Layers,
+    layers: LayerSharding,
     specs: Mapping[nn.Parameter, ParameterSpecs],
     rules: Rules,
 ) -> None:
@@ -276,7 +279,7 @@ def _is_time_major(name: str, rules: Rules) -> bool:
     return bool(rules.time_major and re.match(rules.time_major, name))  # at the name's start
 
 
-def _batch_split(name: str, layers: Layers, rules: Rules) -> Any:
+def _batch_split(name: str, layers: LayerSharding, rules: Rules) -> Any:
     """Returns the pin_sharding.BatchSplit of the tensors of a module with this name."""
     from train.common.xla import pin_sharding
 
@@ -287,7 +290,7 @@ def _batch_split(name: str, layers: Layers, rules: Rules) -> Any:
     )
 
 
-def _pin_module(module: nn.Module, name: str, layers: Layers, rules: Rules) -> None:
+def _pin_module(module: nn.Module, name: str, layers: LayerSharding, rules: Rules) -> None:
     """Pins an input that several of a module's weights share, and the tensors that it constrains.
 
     Makes an embedding look up time-major ids as [B, T], where a device's own are consecutive.
@@ -311,7 +314,7 @@ def _is_plain_embedding(module: nn.Module) -> bool:
 
 
 def _pin_split_embedding(
-    embedding: nn.Embedding, head: nn.Linear | None, layers: Layers, state: Spec
+    embedding: nn.Embedding, head: nn.Linear | None, layers: LayerSharding, state: Spec
 ) -> None:
     """Reduce-scatters the gradient of an embedding that is split along the width, in one sum with
     that of its tied head.
@@ -345,14 +348,14 @@ def _pin_activations(
     pin_sharding.pin_output(module, split, output_axis)
 
 
-def recompute(model: nn.Module, layers: Layers, rules: Rules) -> None:
+def recompute(model: nn.Module, layers: LayerSharding, rules: Rules) -> None:
     """Makes each layer keep its input only, and compute the rest again in the backward pass."""
     if layers.compiles:
         from train.common.xla.recompute import recomputing_forward
     else:
         recomputing_forward = _recomputing_forward
 
-    for path in rules.layers:
+    for path in rules.layer_lists:
         for layer in model.get_submodule(path):
             layer.forward = recomputing_forward(layer)
 
@@ -372,7 +375,7 @@ def _recomputing_forward(layer: nn.Module) -> Callable:
 def _annotate_state(optimizer: torch.optim.Optimizer, mesh: Mesh) -> None:
     """Annotates an optimizer's parameters and their state again.
 
-    Each has its `placement`: a parameter from `Layers.arrange`, its state from
+    Each has its `placement`: a parameter from `LayerSharding.arrange`, its state from
     `device.init_optimizer_state`.
     """
     for group in optimizer.param_groups:

@@ -139,11 +139,11 @@ class Report(Watcher):
         """Returns the files of the run's folder, by their names below it, with their bytes."""
         if not self._run.mesh.main_process:
             return {}
-        files = self._run.folder.files
+        fs = self._run.folder.fs
         with contextlib.suppress(AttributeError):
-            files.invalidate_cache()
-        root = files._strip_protocol(self._run.path).rstrip("/") + "/"
-        found = files.find(root, detail=True)
+            fs.invalidate_cache()
+        root = fs._strip_protocol(self._run.path).rstrip("/") + "/"
+        found = fs.find(root, detail=True)
         return {name.removeprefix(root): entry["size"] for name, entry in sorted(found.items())}
 
 

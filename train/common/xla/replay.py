@@ -36,7 +36,8 @@ from train.common import hooks
 
 _XLAC = torch_xla._XLAC
 
-# Of the random seed after a step: the recurrence of LazyGraphExecutor::MarkStep in PyTorch.
+# The random seed after a step is SEED_INCREMENT + SEED_FACTOR * seed, modulo 2**64, as
+# LazyGraphExecutor::MarkStep of PyTorch computes it.
 SEED_INCREMENT = 1012031
 SEED_FACTOR = 7012063
 
@@ -44,7 +45,7 @@ SEED_FACTOR = 7012063
 # differ between its groups and between its traces.
 FIRST_PROBE = 0.6180339
 PROBE_PER_TRACE = 0.0113
-PROBES_OF_TRACES = 7  # then they repeat
+TRACES_WITH_OWN_PROBES = 7  # then the probes repeat
 PROBE_PER_GROUP = 0.1307
 
 NO_TENSOR_ID = -1  # torch_xla's id of a Python number, which it uploads without a tensor
@@ -128,8 +129,9 @@ class Arguments:
 
         for submodule in module.modules():
             self.guards.append(submodule.training)
-            # ShardedEmbeddingBags has this method, since its tables are not parameters. A module
-            # itself takes ten times as long as its type to answer that it has none.
+            # ShardedEmbeddingBags has this method, since its tables are not parameters. The type is
+            # asked: a module without it takes ten times as long to answer, in nn.Module's own
+            # __getattr__.
             if hasattr(type(submodule), "on_device"):
                 for tensor in submodule.on_device().values():
                     self._add_tensor(tensor)
@@ -157,8 +159,8 @@ class Arguments:
 
         * Parameters are added before.
         * A learning rate that is a Python number becomes an input of the program.
-        * A count of steps on the host changes in every call. A step that computes with it makes
-          another constant in the trace of its second call, which `Program.same_as` finds.
+        * A count of steps on the host changes in every call. A step that computes with it has
+          another constant in the trace of its second call, and `Program.same_as` refuses it.
         """
         for key, value in values.items():
             is_tensor = isinstance(value, Tensor)
@@ -244,13 +246,16 @@ class Program:
     guards: list[Any]  # Arguments.guards of the traced call
 
     def same_as(self, other: "Program") -> bool:
-        """Returns whether two traces of one graph have the same sources, with the same numbers."""
+        """Returns whether two traces of one graph have the same sources, with the same numbers.
+
+        backend.CompiledStep compares graphs and guards before.
+        """
         ours = [source for source in self.sources if not isinstance(source, Constant)]
         theirs = [source for source in other.sources if not isinstance(source, Constant)]
         if ours != theirs:
             return False
 
-        # One graph has one number of inputs, and so one of constants.
+        # Equal graphs have equally many inputs, and so equally many constants.
         for our_constant, their_constant in zip(self.constants, other.constants, strict=True):
             # By value: NaN equals NaN, and -0.0 equals 0.0.
             equal = torch.isclose(our_constant, their_constant, rtol=0, atol=0, equal_nan=True)
@@ -281,7 +286,7 @@ class Program:
         device = str(torch_xla.device())
         tensors = []
         for index, source in enumerate(self.sources):
-            # Before the traced inputs, among which the rate is the trace's probe.
+            # After a trace, too: among the traced inputs is its probe, and not the rate.
             if isinstance(source, LearningRate):
                 tensor = source.upload(arguments, device)
             elif traced_inputs is not None:
@@ -366,10 +371,11 @@ class Trace:
         newest = torch.zeros((), device=torch_xla.device())
         self._newest_id = _XLAC._xla_get_tensor_id(newest)  # the step's own tensors get higher ones
 
-        of_trace = FIRST_PROBE + PROBE_PER_TRACE * (call_number % PROBES_OF_TRACES)
+        trace_number = call_number % TRACES_WITH_OWN_PROBES
+        first_probe = FIRST_PROBE + PROBE_PER_TRACE * trace_number
         self._probes = []
         for group in range(len(arguments.rate_groups)):
-            self._probes.append(of_trace + PROBE_PER_GROUP * group)
+            self._probes.append(first_probe + PROBE_PER_GROUP * group)
 
     def start(self, step: Callable[[Sequence[Any]], Any]) -> tuple[Program, Any]:
         """Calls `step(args)`, compiles its program if that is new, and starts it.
@@ -392,7 +398,8 @@ class Trace:
 
         input_ids, inputs = _XLAC._get_tensors_xla_device_data_node(outputs)
         sources = self._find_sources(input_ids, inputs)
-        self._donate_updated(sources, inputs, updated)  # before the hash, of which it is a part
+        # Before the graph's hash is taken, of which it is a part.
+        self._donate_updated(sources, inputs, updated)
         sources, constants = self._read_constants(sources)
         with alias_with_buffer_donor_config():
             graph = _XLAC._get_graph_hash(outputs)
@@ -473,8 +480,8 @@ class Trace:
                 leaves.append(Argument(argument_of_id[id(leaf)]))
                 continue
 
-            # A view keeps its base alive, and the base would be one more output. The same name, so
-            # that nothing holds the view any more.
+            # A view keeps its base alive, and the base would be one more output. So `leaf` is
+            # assigned anew: no variable holds the view any more.
             torch._sync(leaf)
             leaf = torch._from_functional_tensor(leaf)
             tensor_id = _XLAC._xla_get_tensor_id(leaf)
@@ -487,6 +494,7 @@ class Trace:
                 outputs.append(leaf)
             leaves.append(Output(output_of_id[tensor_id]))
 
+        # Ids are counted: to torch_xla a tensor and its detached copy are one, with one id.
         _check_nothing_else_pending(expected=len(output_of_id))
         return leaves, outputs
 
@@ -555,7 +563,7 @@ class Trace:
         return found, constants
 
     def _learning_rate(self, value: Tensor) -> LearningRate | None:
-        """Returns the learning rate that a value of the program is the probe of; None: of none."""
+        """Returns the learning rate whose probe this value is; None where it is no probe."""
         if value.dim() > 0 or not value.is_floating_point():
             return None
 

@@ -37,10 +37,10 @@ class _TracedStep:
 class StepLoop:
     """Calls `step_fn(state, batch, *rest)` for one batch after the other; itself a step function.
 
-    Two traces make the loop: that of a step, and that of a round, which annotates all that enters
-    the step and calls it. Without annotations, what a loop carries takes on the sharding of the
-    per-device regions that read it (embedding/xla_devices.py), and XLA's partitioner aborts the
-    process.
+    Two traces make the loop. The first one is of a step, on placeholders. The second one is of a
+    round: it annotates the inputs of the step, and calls the traced step as one operation. Without
+    annotations, what a loop carries takes on the sharding of the per-device regions that read it
+    (embedding/xla_devices.py), and XLA's partitioner aborts the process.
 
     The same tensors appear in several states, always as dicts with the same names:
 
@@ -74,6 +74,7 @@ class StepLoop:
         initial = {name: tensor.detach().clone() for name, tensor in held.items()}
         first_batch = _named_fields(batches[0])
 
+        # What has no entry, constants and what the step returns, is whole on every device.
         shardings = {name: _XLAC._get_xla_op_sharding(tensor) for name, tensor in held.items()}
         for name, tensor in first_batch.items():
             shardings[name] = self._batch_sharding(tensor.dim())
@@ -106,7 +107,8 @@ class StepLoop:
         Args:
             fields: names of a batch's tensors.
         """
-        # A placeholder takes no annotation, a view of it does.
+        # The step may annotate its inputs, as embedding/xla_devices.py does. A placeholder takes no
+        # annotation, a view of it does.
         views = {name: tensor.view(tensor.shape) for name, tensor in inputs.items()}
         guards = replay.Arguments((state, *rest)).guards
         _copy(views, held)
