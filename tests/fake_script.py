@@ -13,8 +13,7 @@ faults.json in the project's folder says what goes wrong, by the end of a run's 
     stopped     SIGTERM from somewhere, and a checkpoint: 143
     burst       prints much, also what is no UTF-8, and no line end at its end
     waits       does not end until it is asked to
-    deaf        the same, and it ignores SIGTERM for a second
-    once        fails when it starts for the first time
+    deaf        the same, and it takes a second to save
 
 A run that is asked to stop saves, and ends with 143; the next start resumes.
 """
@@ -143,13 +142,12 @@ class Run:
         if self.fault == "deaf":
             time.sleep(1)
         self.write("checkpoint", step)
-        self.say(f"stopped by a signal at step {step}: saved")
+        self.say(f"stopped by a signal at step {step}: saved; signals: {len(self.stopped)}")
         sys.exit(143)
 
-    def go_wrong(self, first: int) -> None:
+    def go_wrong(self) -> None:
         """Ends the run as its fault wants it."""
-        if self.fault == "fails" or (self.fault == "once" and first == 0):
-            self.write("checkpoint", 1)
+        if self.fault == "fails":
             raise RuntimeError("a bug")
         if self.fault == "diverges":
             print("error: loss is nan at step 3: the training diverged", file=sys.stderr)
@@ -192,7 +190,7 @@ class Run:
         signal.signal(signal.SIGINT, lambda *_: self.stopped.append(1))
         first = self.start()
         self.say(f"resuming after step {first}" if first else "new run")
-        self.go_wrong(first)
+        self.go_wrong()
         waits = self.fault in ("waits", "deaf")
         while waits and not Path("finish").exists():
             time.sleep(0.02)

@@ -5,6 +5,7 @@ line. train/common/files.py, which imports torch, is replaced: nothing is writte
 """
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -16,7 +17,8 @@ from pathlib import Path
 TESTS = Path(__file__).parent
 ROOT = TESTS.parent
 COMMON = ("cli.py", "interrupt.py", "run_folder.py")
-NAME = "bert-tiny-lr-seed"  # of the grid that `words` has
+PREFIX = "bert-tiny-"  # of the names of runs
+NAME = "bert-tiny-lr-seed"  # of the grid of WORDS
 WORDS = "glue tiny --model bert --lr 1e-5 3e-5 --seed 0 1 2"
 
 
@@ -27,6 +29,13 @@ class Ended:
     code: int
     out: str
     err: str
+
+
+# Reads from the folder `bucket` for gs://.
+GCLOUD = """#!/bin/sh
+[ "$1 $2" = "storage cat" ] || exit 3
+exec cat "bucket/${3#gs://}"
+"""
 
 
 class Bed:
@@ -47,7 +56,14 @@ class Bed:
         (folder / "train/grid").symlink_to(ROOT / "train/grid")
         (folder / "train/glue.py").write_text((TESTS / "fake_script.py").read_text())
 
-    def start(self, words: str = WORDS, *options: str, env: dict | None = None):
+        (folder / "tpu").mkdir()
+        (folder / "tpu/launch.py").write_text((TESTS / "fake_launch.py").read_text())
+        (folder / "bin").mkdir()
+        (folder / "bin/gcloud").write_text(GCLOUD)
+        (folder / "bin/gcloud").chmod(0o755)
+        (folder / "bin/python3").symlink_to(sys.executable)
+
+    def start(self, words: str = WORDS, *options: str) -> subprocess.Popen:
         """Starts a grid. Its output goes to the files out and err."""
         out = (self.folder / "out").open("w")
         err = (self.folder / "err").open("w")
@@ -57,7 +73,7 @@ class Bed:
                 cwd=self.folder,
                 stdout=out,
                 stderr=err,
-                env=env,
+                env=os.environ | {"PATH": f"{self.folder}/bin:{os.environ['PATH']}"},
             )
         self.processes.append(process)
         return process
@@ -68,9 +84,9 @@ class Bed:
         out = (self.folder / "out").read_text(errors="replace")
         return Ended(code, out, (self.folder / "err").read_text(errors="replace"))
 
-    def run(self, words: str = WORDS, *options: str, env: dict | None = None) -> Ended:
+    def run(self, words: str = WORDS, *options: str) -> Ended:
         """Runs a grid to its end."""
-        return self.ended(self.start(words, *options, env=env))
+        return self.ended(self.start(words, *options))
 
     def faults(self, **fault_of: str) -> None:
         """Lets runs go wrong: by the ends of their names, with _ for -."""
@@ -78,18 +94,10 @@ class Bed:
         (self.folder / "faults.json").write_text(json.dumps(named))
 
     def starts(self) -> list[str]:
-        """Returns the names of the runs that were started, in order."""
+        """Returns the runs that were started, in order, by the ends of their names."""
         path = self.folder / "starts"
         lines = path.read_text().splitlines() if path.exists() else []
-        return [line.split()[0] for line in lines]
-
-    def pid(self, end: str) -> int:
-        """Returns the process of the last start of the run whose name ends so."""
-        for line in reversed((self.folder / "starts").read_text().splitlines()):
-            name, pid = line.split()
-            if name.endswith(end):
-                return int(pid)
-        raise LookupError(end)
+        return [line.split()[0].removeprefix(PREFIX) for line in lines]
 
     def grid(self, name: str = NAME) -> dict:
         """Returns grid.json."""
@@ -103,7 +111,7 @@ class Bed:
         """Returns the states of all runs, by the ends of their names: lr-1e-5-seed-0."""
         found = {}
         for run in self.grid()["runs"]:
-            found[run["name"].removeprefix("bert-tiny-")] = run["state"]
+            found[run["name"].removeprefix(PREFIX)] = run["state"]
         return found
 
     def close(self) -> None:

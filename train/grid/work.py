@@ -12,7 +12,7 @@ from errors import InputError
 from train.grid.axes import Grid
 from train.grid.places import STOPPED, Child, Here, NoResult, Tpu, say
 from train.grid.records import FAILED, FINISHED, RUNNING, UNFINISHED, GridFolder, Record
-from train.grid.table import number, report
+from train.grid.table import choose_metric, missing_runs, number, report
 
 GONE = 75  # exit code where no TPU is left, as the launcher's
 LOOK = 0.2  # seconds between two looks at what runs
@@ -70,7 +70,7 @@ class Work:
         if self.failure is not None:
             raise self.failure
         self.write()
-        if all(record.state == FINISHED for record in self.records):
+        if not missing_runs(self.records, choose_metric(self.grid, self.records)):
             return 0
         if self.received:
             return STOPPED
