@@ -52,6 +52,7 @@ with Path("starts").open("a") as starts:
 print("step 1", flush=True)
 time.sleep(0.2)
 if fault == "gone":
+    time.sleep(2)  # the other TPU has done all other runs by then
     end(75, f"{tpu} is gone: it was preempted")
 if fault == "lost":
     end(1, f"worker 0 of {tpu} was not reached for 180 s")

@@ -92,15 +92,20 @@ def test_all_configurations_get_their_first_seed_first():
 @pytest.mark.parametrize(
     "words",
     [
-        "--seed 0 1 --lr 2e-5 3e-5 --batch-size 16",
-        "--lr=0.00002 0.00003 --batch_size 16 --seed 0 1",
-        "--batch-size 16 --lr 2E-05 .3e-4 --seed 0 1",
+        "--seed 0 1 --lr 2e-5 3e-5 --batch-size 16 32",
+        "--lr=0.00002 0.00003 --batch_size 32 16 --seed 0 1",
+        "--batch-size 16 32 --lr 2E-05 .3e-4 --seed 0 1",
     ],
 )
 def test_names_do_not_depend_on_how_flags_are_written(words):
-    assert set(names(f"glue full {words}")) == set(
-        names("glue full --lr 2e-5 3e-5 --seed 0 1 --batch-size 16")
-    )
+    expected = names("glue full --name x --lr 2e-5 3e-5 --seed 0 1 --batch-size 16 32")
+    assert expected[0] == "x-batch-size-16-lr-2e-5-seed-0"
+    assert sorted(names(f"glue full --name x {words}")) == sorted(expected)
+
+
+def test_the_name_of_a_grid_has_its_axes_in_one_order():
+    words = ["--seed 0 1 --lr 1 2 --batch-size 1 2", "--batch-size 1 2 --lr 1 2 --seed 0 1"]
+    assert {plan(f"glue full {one}").name for one in words} == {"glue-batch-size-lr-seed"}
 
 
 def test_names_are_those_of_files_and_of_runs_on_tpus():
@@ -459,7 +464,7 @@ def test_two_grids_of_one_name_do_not_run_together(bed):
     process = bed.start()
     wait(bed.starts)
     command = [sys.executable, "-m", "train.grid", *WORDS.split()]
-    second = subprocess.run(command, cwd=bed.folder, capture_output=True, text=True)
+    second = subprocess.run(command, cwd=bed.folder, capture_output=True, text=True, timeout=30)
     assert second.returncode == 2
     assert "is the folder of a grid that runs now" in second.stderr
     process.send_signal(signal.SIGTERM)
@@ -660,9 +665,11 @@ def test_a_run_that_may_go_on_is_for_its_tpu_alone(bed):
     assert other.code == 2
     assert "was started on tpu1 and may still run there; add tpu1 to TPU=" in other.err
 
-    again = bed.ended(on_tpus(bed))
+    (bed.folder / "starts").unlink()
+    (bed.folder / "tpus.json").unlink()
+    again = bed.run(ON_TPUS, "--tpu", "tpu2 tpu1")  # tpu2 takes its first run before tpu1
     assert again.code == 0
-    assert tpus_of_starts(bed)[-1] == "tpu1"
+    assert (bed.starts(), tpus_of_starts(bed)) == (["lr-1e-5"], ["tpu1"])
 
 
 @pytest.mark.parametrize(

@@ -96,7 +96,7 @@ def plan(words: list[str]) -> Grid:
         axes[SEED] = axes.pop(SEED)  # the last
 
     prefix = own["name"] or _prefix(flags.script, preset, given)
-    name = own["name"] or "-".join([prefix, *axes])
+    name = own["name"] or "-".join([prefix, *sorted(axes, key=in_names)])
     _check_name(name)
     root = _root(own["runs"])
     return Grid(
@@ -288,11 +288,16 @@ def _combinations(
     return runs
 
 
+def in_names(axis: str) -> tuple[bool, str]:
+    """Returns what the axes are sorted by in names: the alphabet, and the seed last."""
+    return axis == SEED, axis
+
+
 def run_name(prefix: str, values: dict[str, str], flags: Flags) -> str:
     """Returns the name of a run: the same for the same values, in whatever order and however their
     numbers are written."""
     words = [prefix]
-    for axis in sorted(values, key=lambda axis: (axis == SEED, axis)):
+    for axis in sorted(values, key=in_names):
         words += [axis, _safe(canonical(values[axis], flags.kinds[axis]))]
     return _shortened("-".join(words), LONGEST_NAME)
 
