@@ -20,7 +20,7 @@ ifeq ($(origin PYTHON),undefined)
 PYTHON := $(firstword $(shell for python in python3.11 python3.12 python3.13; do $$python -c 1 2>&- && echo $$python; done; true) python3.11)
 endif
 # Plain PyTorch needs less; an environment that has all serves it, too. Other targets need XLA, or the tools of tests.
-EAGER  := $(if $(filter-out install train data translate predict copy,$(MAKECMDGOALS)),,$(filter cpu cuda,$(DEVICE)))
+EAGER  := $(if $(filter-out install train grid data translate predict copy,$(MAKECMDGOALS)),,$(filter cpu cuda,$(DEVICE)))
 ifneq ($(origin VENV),command line)
 VENV   := $(if $(EAGER),$(if $(wildcard .venv/.installed),.venv,.venv-eager),.venv)
 endif
@@ -71,13 +71,15 @@ LIBTPU := .libtpu
 BOARD := .venv-board
 
 .DEFAULT_GOAL := help
-.PHONY: help install train copy translate predict data compile compile-all logs stop status board doctor accept test guards test-all bench lint clean fairseq fairseq-golden jax \
-	check-model check-device check-libtpu check-chips check-data check-translate check-predict check-bench
+.PHONY: help install train grid copy translate predict data compile compile-all logs stop status board doctor accept test guards test-all bench lint clean fairseq fairseq-golden jax \
+	check-model check-grid check-device check-libtpu check-chips check-data check-translate check-predict check-bench
 
 help:
 	@echo 'make train MODEL=resnet50                    trial run: small preset, synthetic data, half a minute'
 	@echo 'make train MODEL=resnet50 DATA=/data/images  the published recipe on real data (on a TPU VM: on its chips)'
 	@echo 'make train MODEL=bert TASK=mrpc DATA=/data/glue  fine-tuning on a task of GLUE; TASK=pretrain: on text'
+	@echo 'make grid MODEL=bert TASK=mrpc ARGS="--lr 2e-5 3e-5 5e-5 --seed 0 1 2"   a run for each combination, one after the'
+	@echo '                                             other, and a table with the median and the deviation over the seeds'
 	@echo 'make data DATASET=criteo DATA=/data/kaggle   raw files to what training reads, once: $(DATASETS)'
 	@echo 'make translate MODEL_DIR=runs/x/export <in >out  text through a trained Transformer, a sentence a line'
 	@echo 'make predict MODEL_DIR=runs/x/export DATA=new.csv   a line of JSON for each new picture, sentence, pair or click;'
@@ -111,10 +113,11 @@ help:
 	@echo 'PROGRAM  of make compile: train (default), evaluate, or translate: the Transformer'"'"'s beam search'
 	@echo 'OUT      folder that make data writes (default: prepared, in DATA); file of the figures of make compile; of make'
 	@echo '         predict: file of the predictions (default: the standard output), with TASK a folder'
-	@echo 'NAME     folder of the run below runs/; the same command resumes an unfinished run'
+	@echo 'NAME     folder of the run below runs/; the same command resumes an unfinished run; of make grid: of all its runs'
 	@echo 'TPU      name of a TPU VM (ZONE=, PROJECT=), ssh:host1,host2, or local; RUN= names the run, ENV="A=b" are its'
 	@echo '         variables, RETRIES= how often it is started again after a crash; ENGINE=sky has SkyPilot find a TPU,'
-	@echo '         and give it back after the run; see python3 -m tpu.launch --help'
+	@echo '         and give it back after the run; see python3 -m tpu.launch --help. make grid takes several, TPU="tpu1 tpu2",'
+	@echo '         each of which takes the next run'
 	@echo 'ARGS     further flags of the script: ARGS="--epochs 10 --lr 0.05"; ARGS=--help lists them all'
 	@echo 'PYTHON   interpreter of the environment, CPython 3.11, 3.12 or 3.13 (default: the first there); GET_PYTHON=1'
 	@echo '         installs it, or its library alone, where it is missing, by apt on Ubuntu, as root'
@@ -193,7 +196,12 @@ endif
 # With TPU= a run starts on that TPU's workers, each of which does `make train` without it. TPU=local is this machine.
 given = $(and $($(1)),$(filter command environment,$(origin $(1))))
 passed = $(foreach name,$(1),$(if $(call given,$(name)),"$(name)=$$$(name)"))
-ifneq ($(filter-out local,$(TPU)),)
+# What a script gets of them.
+RUN_FLAGS = $(PRESET) $(if $(filter $(MODEL),$(ENCODERS)),--model $(MODEL) $(if $(filter-out pretrain,$(TASK)),--task $(TASK))) \
+	$(if $(DATA),--data "$$DATA") $(if $(call given,NAME),--name "$$NAME") $(if $(DEVICE),--device "$$DEVICE") $(ARGS)
+TRACKERS = $(if $(findstring tracker wandb,$(subst =, ,$(ARGS))),$(WANDB))
+ON_TPUS = $(filter-out local,$(TPU))
+ifneq ($(ON_TPUS),)
 train: check-model
 	@test -z '$(EAGER)' || \
 		{ echo "error: DEVICE=$$DEVICE runs on one device of this machine, not on TPU=$$TPU; leave out one of them" >&2; exit 2; }
@@ -212,10 +220,29 @@ train: check-model
 	sky jobs launch tpu/sky.yaml --yes --env NAME="$$RUN" --env BUCKET="$$BUCKET" \
 		$(foreach name,$(SKY),$(if $(call given,$(name)),--env "$(name)=$$$(name)")) $(if $(HF_TOKEN),--secret HF_TOKEN) $(LAUNCH_ARGS)
 else
-train: check-model $(INSTALLED) $(if $(findstring tracker wandb,$(subst =, ,$(ARGS))),$(WANDB))
-	$(RECORDED)$(PY) -m train.$(SCRIPT_$(MODEL)) $(PRESET) $(if $(filter $(MODEL),$(ENCODERS)),--model $(MODEL) \
-		$(if $(filter-out pretrain,$(TASK)),--task $(TASK))) $(if $(DATA),--data "$$DATA") $(if $(call given,NAME),--name "$$NAME") \
-		$(if $(DEVICE),--device "$$DEVICE") $(ARGS)
+train: check-model $(INSTALLED) $(TRACKERS)
+	$(RECORDED)$(PY) -m train.$(SCRIPT_$(MODEL)) $(RUN_FLAGS)
+endif
+
+# A run for each combination of values in ARGS, and a table. What it is given is checked before anything is installed. On
+# TPUs it is a program of this machine, which checks more where there is an environment, and needs none.
+GRID_WORDS = $(SCRIPT_$(MODEL)) $(RUN_FLAGS)
+GRID_TPUS = --tpu "$$TPU" $(if $(ZONE),--zone "$$ZONE") $(if $(PROJECT),--project "$$PROJECT") \
+	--launch-args="$(if $(call given,ENV),--env-from ENV) $(if $(RETRIES),--retries $$RETRIES) $$LAUNCH_ARGS" \
+	$(foreach name,PYTHON GET_PYTHON LIBTPU_VERSION,$(if $(call given,$(name)),--word "$(name)=$$$(name)"))
+
+check-grid: check-model
+	@test -z '$(ENGINE)' || { echo "error: ENGINE=$$ENGINE is for make train; a grid takes TPU=" >&2; $(refuse); }
+	@python3 -m train.grid --check $(if $(ON_TPUS),$(GRID_TPUS)) $(GRID_WORDS) || { $(refuse); }
+
+ifneq ($(ON_TPUS),)
+grid: check-grid
+	@test -z '$(EAGER)' || \
+		{ echo "error: DEVICE=$$DEVICE runs on one device of this machine, not on TPU=$$TPU; leave out one of them" >&2; exit 2; }
+	@$(RECORDED)python3 -m train.grid $(GRID_TPUS) $(if $(wildcard $(INSTALLED)),--python $(PY)) $(GRID_WORDS)
+else
+grid: check-grid $(INSTALLED) $(TRACKERS)
+	@$(RECORDED)$(PY) -m train.grid $(GRID_WORDS)
 endif
 
 logs stop status:
