@@ -128,6 +128,11 @@ help:
 MARK := .made-by-make
 mark = @[ -e '$(1)' ] || { mkdir -p '$(1)' && : > '$(1)/$(MARK)'; }
 
+# An installation says what it does: a line before each step, and on a terminal what pip says. PIP_VERBOSE=1 takes
+# --quiet back.
+pip = [ ! -t 1 ] || export PIP_VERBOSE=1; $(1)/bin/pip install --disable-pip-version-check --quiet
+INSTALL_STEPS := $(words environment packages torchrec $(and $(XLA),$(CHIPS),libtpu) $(if $(XLA),import))
+
 # The environment is done when the stamp is there: an install that was cut off starts over. On TPU VMs the launcher gives
 # GET_PYTHON=1.
 $(INSTALLED): $(NEEDED) requirements-torchrec.txt requirements-tpu.txt | check-device check-chips
@@ -140,12 +145,19 @@ $(INSTALLED): $(NEEDED) requirements-torchrec.txt requirements-tpu.txt | check-d
 		has_library
 	$(call mark,$(VENV))
 	@rm -f $@
-	$(PYTHON) -m venv $(VENV)
-	$(VENV)/bin/pip install --disable-pip-version-check --quiet -r $(NEEDED)
-	$(VENV)/bin/pip install --disable-pip-version-check --quiet --no-deps -r requirements-torchrec.txt
-	$(if $(and $(XLA),$(CHIPS)),$(VENV)/bin/pip install --disable-pip-version-check --quiet \
+	@echo 'setting up $(VENV), once: about 6 minutes on two cores, 8 GB of disk, and as much again for downloads meanwhile'
+	@echo '1 of $(INSTALL_STEPS): the environment'
+	@$(PYTHON) -m venv $(VENV)
+	@echo '2 of $(INSTALL_STEPS): PyTorch, transformers and all else in $(NEEDED), nearly all of the time (CUDA comes with' \
+		'PyTorch); once all is here pip unpacks for minutes without a word'
+	@$(call pip,$(VENV)) -r $(NEEDED)
+	@echo '3 of $(INSTALL_STEPS): torchrec'
+	@$(call pip,$(VENV)) --no-deps -r requirements-torchrec.txt
+	@$(if $(and $(XLA),$(CHIPS)),echo '4 of $(INSTALL_STEPS): libtpu for the chips that are here')
+	@$(if $(and $(XLA),$(CHIPS)),$(call pip,$(VENV)) \
 		$(if $(LIBTPU_CHOSEN),libtpu==$(LIBTPU_CHOSEN),-r requirements-tpu.txt))
 	$(if $(and $(XLA),$(CHIPS),$(LIBTPU_CHOSEN)),echo $(LIBTPU_CHOSEN) >$(LIBTPU_CHOICE))
+	@$(if $(XLA),echo '$(INSTALL_STEPS) of $(INSTALL_STEPS): torch_xla is imported to see whether it works')
 	$(if $(XLA),$(PY) -m tpu.libpython install)
 	touch $@
 
@@ -160,7 +172,8 @@ endif
 # The client of --tracker wandb, which tests use offline.
 WANDB := $(VENV)/.wandb
 $(WANDB): requirements-wandb.txt | $(INSTALLED)
-	$(VENV)/bin/pip install --disable-pip-version-check --quiet -r requirements-wandb.txt
+	@echo 'installing the client of Weights & Biases into $(VENV)'
+	@$(call pip,$(VENV)) -r requirements-wandb.txt
 	touch $@
 
 install: $(INSTALLED)
@@ -298,7 +311,8 @@ predict: check-predict
 # torch_xla has one of its own.
 $(LIBTPU)/%/.installed: | $(INSTALLED)
 	$(call mark,$(LIBTPU))
-	$(VENV)/bin/pip install --disable-pip-version-check --quiet --no-deps --upgrade --target $(LIBTPU)/$* libtpu==$*
+	@echo 'installing libtpu $*, the compiler of TPUs, into $(LIBTPU)/$*'
+	@$(call pip,$(VENV)) --no-deps --upgrade --target $(LIBTPU)/$* libtpu==$*
 	touch $@
 
 # What a TPU VM compiles with, and the newest, which guards and figures are of besides.
@@ -347,8 +361,9 @@ $(FAIRSEQ)/.installed: requirements-fairseq.txt | $(INSTALLED)
 	@$(PY) -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' || \
 		{ echo 'error: fairseq needs CPython 3.11, and $(VENV) has another; make clean, then PYTHON=python3.11 make fairseq' >&2; exit 2; }
 	$(call mark,$(FAIRSEQ))
-	$(PY) -m venv $(FAIRSEQ)
-	$(FAIRSEQ)/bin/pip install --disable-pip-version-check --quiet --no-deps -r requirements-fairseq.txt
+	@echo 'installing fairseq into $(FAIRSEQ)'
+	@$(PY) -m venv $(FAIRSEQ)
+	@$(call pip,$(FAIRSEQ)) --no-deps -r requirements-fairseq.txt
 	ln -sfnt $(FAIRSEQ)/$(SITE) $(foreach folder,torch torchgen functorch nvidia triton,'$(abspath $(VENV))/$(SITE)/$(folder)')
 	$(FAIRSEQ)/bin/python -W ignore -c 'import fairseq, torch; assert torch.__version__.startswith("2.9.0")'
 	touch $@
@@ -362,16 +377,18 @@ fairseq-golden: $(FAIRSEQ)/.installed
 # What lowers JAX's steps for research/jax_peers.py.
 $(JAX)/.installed: requirements-jax.txt
 	$(call mark,$(JAX))
-	$(PYTHON) -m venv $(JAX)
-	$(JAX)/bin/pip install --disable-pip-version-check --quiet -r requirements-jax.txt
+	@echo 'installing JAX into $(JAX)'
+	@$(PYTHON) -m venv $(JAX)
+	@$(call pip,$(JAX)) -r requirements-jax.txt
 	touch $@
 
 jax: $(JAX)/.installed
 
 $(BOARD)/.installed: requirements-board.txt
 	$(call mark,$(BOARD))
-	$(PYTHON) -m venv $(BOARD)
-	$(BOARD)/bin/pip install --disable-pip-version-check --quiet -r requirements-board.txt
+	@echo 'installing TensorBoard into $(BOARD)'
+	@$(PYTHON) -m venv $(BOARD)
+	@$(call pip,$(BOARD)) -r requirements-board.txt
 	touch $@
 
 board: $(BOARD)/.installed

@@ -5,13 +5,15 @@ Debian, Ubuntu and deadsnakes split them, so that one that was forgotten shows; 
 version away before the new one is there.
 """
 
+import os
 import re
 import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
-from run_make import ROOT, make
+from run_make import NOT_HANDED_ON, ROOT, make
+from terminal import Terminal
 
 TPU_REQUIREMENTS = (ROOT / "requirements-tpu.txt").read_text()
 PINNED = re.search(r"^libtpu==(\S+)", TPU_REQUIREMENTS, re.MULTILINE)[1]
@@ -51,6 +53,7 @@ esac
 """
 PIP = """
 echo "pip $*" >>$MACHINE/done
+[ -z "$PIP_VERBOSE" ] || echo "Collecting $*"
 site=${0%%/*}/../lib/python3.11/site-packages
 version=
 for word; do case $word in
@@ -93,7 +96,20 @@ class Machine:
         self.write("add-apt-repository", ADD_APT_REPOSITORY)
         self.write("pip", PIP % PINNED)
         self.write("python", IN_VENV)
-        for name in ("make", "sh", "env", "id", "sleep", "mkdir", "cp", "rm", "touch", "cat"):
+        of_the_system = (
+            "make",
+            "sh",
+            "env",
+            "id",
+            "sleep",
+            "mkdir",
+            "cp",
+            "rm",
+            "touch",
+            "cat",
+            "echo",
+        )
+        for name in of_the_system:
             (folder / "bin" / name).symlink_to(shutil.which(name))
 
     def write(self, name: str, script: str) -> None:
@@ -254,6 +270,43 @@ def test_install_imports_torch_xla_before_it_is_done(ready):
     ready.done()
     assert ready.install().returncode == 0
     assert not ready.done(), "nothing is to be done"
+
+
+# ---- what it says ------------------------------------------------------------------------------
+
+
+def steps_said(text: str) -> list[str]:
+    """Returns the steps that an installation names, such as "1 of 4"."""
+    return re.findall(r"^(\d of \d): \w", text, re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    ("given", "count"), [([], 4), (["CHIPS=/dev/accel0"], 5), (["DEVICE=cpu"], 3)]
+)
+def test_an_installation_says_each_step_and_what_it_takes(ready, given, count):
+    said = ready.install(*given).stdout
+    assert steps_said(said) == [f"{number} of {count}" for number in range(1, count + 1)]
+    assert re.search(r"once: about \d minutes on two cores, 8 GB of disk", said)
+    assert "Collecting" not in said
+
+
+def test_an_installation_on_a_terminal_shows_what_pip_says(ready):
+    terminal = Terminal(200)
+    environment = {**os.environ, "PYTHON": "python3.11"}
+    command = ["make", "install", f"VENV={ready.venv}"]
+    for name in NOT_HANDED_ON - {"PYTHON"}:
+        environment.pop(name, None)
+    made = subprocess.run(command, cwd=ROOT, env=environment, stdout=terminal.stream)
+
+    assert made.returncode == 0
+    lines = terminal.lines()
+    assert steps_said("\n".join(lines)) == ["1 of 4", "2 of 4", "3 of 4", "4 of 4"]
+    assert len([line for line in lines if line.startswith("Collecting")]) == 2
+
+
+def test_an_installation_that_is_there_says_nothing(ready):
+    ready.install()
+    assert steps_said(ready.install().stdout) == []
 
 
 # ---- libtpu ------------------------------------------------------------------------------------
