@@ -20,6 +20,7 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import fsspec
+import matplotlib.axes
 import matplotlib.figure
 import numpy as np
 import PIL.Image
@@ -387,7 +388,7 @@ def test_finish_prints_the_table_as_a_later_start_does(run_to_finish, start, cap
     }
     assert expected.items() <= cells.items(), cells
     assert next(iter(cells)) == "top1", cells
-    assert cells["training time"] == "0.5 s"
+    assert cells["training time"] == "0.5 s, without evaluations and checkpoints"
     assert float(cells["tokens/s"]) == 20
 
     start(name="net", unit="tokens").print_summary()
@@ -636,9 +637,10 @@ def test_lines_on_the_terminal_are_rounded(start, capsys, clock):
     log_three_lines(start, clock)
     assert capsys.readouterr().out.splitlines()[2:] == [
         "step     1/500  loss 2.0000  lr 2.00e-05  input wait 50 %",
-        "step   120/500  loss 1.5333  lr 0.0500  correct 3  2000 tokens/s  input wait 3 %",
+        "step   120/500  loss 1.5333  lr 0.0500  correct 3  2000 tokens/s  input wait 3 %"
+        "  about 15 s left",
         "step   120/500  evaluation: bleu 0.3000",
-        "step   130/500  loss 1.0000  2000 tokens/s",
+        "step   130/500  loss 1.0000  2000 tokens/s  about 45 s left",
     ]
 
 
@@ -711,17 +713,24 @@ def draw_a_hundred_steps() -> None:
 def test_curves_have_a_panel_for_every_metric(figures):
     draw_a_hundred_steps()
 
-    legends = {}
-    for axes in figures[0].axes:
-        texts = [] if axes.legend_ is None else axes.legend_.texts
-        legends[axes.get_ylabel()] = [text.get_text() for text in texts]
-    assert legends == {
-        "loss": ["training", "evaluation"],
-        "accuracy": ["0.4000"],
-        "perplexity": ["9.0000"],
-        "learning rate": [],
+    last_values = {axes.get_ylabel(): axes.get_title("right") for axes in figures[0].axes}
+    assert last_values == {
+        "loss": "",
+        "accuracy": "0.4000",
+        "perplexity": "9.0000",
+        "learning rate": "",
     }
     assert figures[0].get_suptitle() == "my run"
+
+
+def test_no_legend_is_over_a_line(figures):
+    draw_a_hundred_steps()
+
+    (legend,) = figures[0].legends
+    assert [text.get_text() for text in legend.texts] == ["training", "evaluation"]
+    for axes in figures[0].axes:
+        assert axes.get_legend() is None
+        assert not axes.bbox.overlaps(legend.get_window_extent())
 
 
 def test_curves_show_each_value_and_a_smooth_loss(figures):
@@ -733,6 +742,70 @@ def test_curves_show_each_value_and_a_smooth_loss(figures):
     assert list(raw) == [float(step % 2) for step in range(1, 100)]
     assert len(smooth) == 99
     assert max(smooth[5:]) < 0.7
+
+
+def panel_of(figures, name: str) -> matplotlib.axes.Axes:
+    (found,) = [axes for axes in figures[0].axes if axes.get_ylabel() == name]
+    return found
+
+
+def test_a_first_evaluation_does_not_flatten_the_curves(figures):
+    points = [{"step": step, "loss": 2.0 - step / 100} for step in range(10, 101, 10)]
+    for step, loss in ((20, 17.0), (40, 0.5), (60, 0.4), (80, 0.3), (100, 0.3)):
+        points.append({"step": step, "eval/loss": loss})
+    curves.draw_curves(points, "my run")
+
+    panel = panel_of(figures, "loss")
+    low, high = panel.get_ylim()
+    assert 0.0 < low < 0.3
+    assert 1.9 < high < 2.2
+    assert panel.get_title("left") == "↑ 17.0000 at step 20 (evaluation)"
+
+
+def test_curves_name_all_that_is_outside(figures):
+    values = [900.0, 80.0, 6.0, 5.5, 5.0, 5.2, 4.8, 4.9]
+    points = [{"step": 7, "loss": 1.0}]
+    points += [{"step": step, "eval/ppl": value} for step, value in enumerate(values, 1)]
+    curves.draw_curves(points, "my run")
+
+    panel = panel_of(figures, "ppl")
+    assert panel.get_ylim()[1] < 30
+    assert panel.get_title("left") == "↑ 900 at step 1 and 1 more"
+
+
+def test_accuracies_that_rise_are_shown_whole(figures):
+    points = [{"step": 7, "loss": 1.0}]
+    for step, value in enumerate([0.1, 0.2, 0.9, 0.91, 0.9, 0.92, 0.91, 0.93], 1):
+        points.append({"step": step, "eval/top1": value})
+    curves.draw_curves(points, "my run")
+    assert panel_of(figures, "top1").get_ylim()[0] < 0.1
+
+
+def test_a_curve_that_falls_evenly_is_shown_whole(figures):
+    points = [{"step": step, "loss": 3.0 - step / 50} for step in range(1, 101)]
+    curves.draw_curves(points, "my run")
+
+    panel = panel_of(figures, "loss")
+    low, high = panel.get_ylim()
+    assert low < 1.0 < 2.98 < high
+    assert panel.get_title("left") == ""
+
+
+def test_a_metric_below_zero_is_shown_even_alone(figures):
+    curves.draw_curves([{"step": 5, "eval/matthews": -0.25}], "my run")
+    low, high = panel_of(figures, "matthews").get_ylim()
+    assert low < -0.25 < 0 < high
+
+
+def test_training_accuracy_is_drawn_beside_the_evaluations(figures):
+    points = [{"step": 10, "loss": 1.0, "accuracy": 0.5, "gradient_norm": 3.0}]
+    points.append({"step": 10, "eval/accuracy": 0.6, "eval/f1": 0.7})
+    curves.draw_curves(points, "my run")
+
+    colors = [line.get_color() for line in panel_of(figures, "accuracy").lines]
+    assert colors == ["tab:blue", "tab:orange"]
+    names = [axes.get_ylabel() for axes in figures[0].axes]
+    assert sorted(names) == ["accuracy", "f1", "loss"]
 
 
 FEW_POINTS = {

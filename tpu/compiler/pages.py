@@ -627,7 +627,7 @@ def draw(figures: dict) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(1, 3, figsize=(12, 3.6), layout="constrained")
+    figure, axes = pyplot.subplots(1, 3, figsize=(12, 4.2), layout="constrained")
     for name, by_topology in figures.items():
         first = next(iter(by_topology.values()))
         chips = []
@@ -653,7 +653,8 @@ def draw(figures: dict) -> None:
         axis.set_xticks([8, 32, 256], ["8", "32", "256"])
         axis.minorticks_off()
         axis.grid(alpha=0.3)
-    axes[0].legend()
+    # Outside of the panels, where it hides no line.
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
     figure.savefig(DOCS / "scaling.png", dpi=110)
 
 
