@@ -153,7 +153,8 @@ def summary_table(summary: dict[str, Any], unit: str) -> dict[str, str]:
         )
 
     report = summary["report"]
-    rows["training time"] = format_duration(summary["training_seconds"])
+    training = format_duration(summary["training_seconds"])
+    rows["training time"] = f"{training}, without evaluations and checkpoints"
     if "compile_seconds" in report:
         rows["compile time"] = format_duration(report["compile_seconds"])
     rate = summary[f"{unit}_per_second"]

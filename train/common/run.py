@@ -28,7 +28,7 @@ from typing import Any
 from torch import Tensor
 
 from errors import InputError
-from train.common import best, device, hooks
+from train.common import best, device, hooks, progress
 from train.common.checkpoint import Checkpointer
 from train.common.mesh import Mesh
 from train.common.metrics import (
@@ -90,6 +90,7 @@ class Run:
             `load_best`.
         stopped_early: --patience has ended the training.
         saved_step: of the last checkpoint that was saved or loaded.
+        remaining: estimates how long the training will still take.
         watchers: those of its training, which are notified of what happens; see hooks.py.
 
     Raises:
@@ -136,6 +137,7 @@ class Run:
         self.evaluation_due = False
         self._closed = self.finished
         self.saved_step = 0
+        self.remaining = self._estimate(start=0)
 
         self._metrics = Metrics(self.folder)
         self._pending: list[_Line] = []
@@ -182,6 +184,7 @@ class Run:
         device.same_on_all_hosts(self.mesh, "the step to resume from", start)
         device.same_on_all_hosts(self.mesh, "the size of the training data", examples)
         self.saved_step = start
+        self.remaining = self._estimate(start)
         if self.resumed:
             self.folder.last_step = start
             if self._main:
@@ -193,6 +196,15 @@ class Run:
         self._set_evaluation_due(start)
         self._find_best(start)
         return start
+
+    def _estimate(self, start: int) -> progress.Remaining:
+        """Returns what estimates the remaining time of a training that begins after a step."""
+        return progress.Remaining(
+            self.total_steps,
+            start,
+            compile_seconds=lambda: device.graph_report().get("compile_seconds", 0.0),
+            may_end_early=self.criterion.patience > 0,
+        )
 
     def _set_evaluation_due(self, step: int) -> None:
         """Sets `evaluation_due`: whether metrics.jsonl lacks the evaluation that was to follow the
@@ -283,6 +295,7 @@ class Run:
         # After the last step the run ends by itself, and nothing is left to resume.
         stop = stop_requested and step < self.total_steps
         if due or evaluates or stop:
+            self.remaining.step = step
             with self.pause("checkpoints"):
                 self.upload()  # what a resumed run keeps must be there before its checkpoint is
                 self.checkpoints.save(step, *self._saved, evaluates, self.best.step)
@@ -311,7 +324,8 @@ class Run:
         for watcher in self.watchers:
             watcher.pause(of)
         try:
-            yield
+            with self.remaining.pausing(of):
+                yield
         finally:
             self._read_clock()
             self._running_clocks = before
@@ -395,6 +409,11 @@ class Run:
         if line.input_wait is not None:
             timing["input_wait"] = line.input_wait
             words.append(f"input wait {100 * line.input_wait:.0f} %")
+
+        self.remaining.line(line.step, clock["training"])
+        time_left = self.remaining.text(line.step)
+        if time_left:
+            words.append(time_left)
         self._write(line.step, values, timing, words)
 
     def _rate(self, examples: float | None, seconds: float) -> float | None:
@@ -585,7 +604,8 @@ class Run:
 
     def print_summary(self) -> dict[str, float]:
         """Prints the table of a finished run; returns its final metrics."""
-        self.message(f"{self.path} finished in {format_duration(self.summary['elapsed_seconds'])}")
+        elapsed = format_duration(self.summary["elapsed_seconds"])
+        self.message(f"{self.path} finished in {elapsed}, all starts together")
         rows = summary_table(self.summary, self._unit)
         width = max(len(label) for label in rows)
         self.message("\n".join(f"  {label:<{width}}  {value}" for label, value in rows.items()))

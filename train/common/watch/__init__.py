@@ -4,6 +4,7 @@ name.
     profile.py   --profile 20:25     a trace of these steps, for TensorBoard
     stall.py     --stall-after 20    ends a run that hangs, with the stacks of all threads
     goodput.py   --price 1.20        where the time of all starts went, what it cost, and MFU
+    bar.py                           the bar of a run on a terminal
     curves.py                        the picture of a run
     board.py                         settings and picture for TensorBoard
     tracker.py   --tracker wandb     the same and all numbers for Weights & Biases
@@ -30,13 +31,14 @@ from tyro.conf import OmitArgPrefixes
 from train.common import hooks
 
 # Watchers are made, entered and notified in this order. They are left in the opposite order.
+#   bar before all others     it is left last: what they print stands above it
 #   curves before tracker     tracker's `summary` sends the picture that curves has just drawn
 #   board before goodput      what board writes before the first step counts as the run's start
 #   goodput before report     report's `step` may kill the process: the clock is written by then
 #   profile before report     so is the trace
 #   stall before tracker      tracker is left first, and waits for its server: stall watches that
 #   report before tracker     report is left after it, and lists the files that tracker has written
-ORDER = ("board", "card", "curves", "goodput", "profile", "report", "stall", "tracker")
+ORDER = ("bar", "board", "card", "curves", "goodput", "profile", "report", "stall", "tracker")
 _HERE = {module.name for module in pkgutil.iter_modules(__path__)}  # a copy may lack some
 MODULES = {name: importlib.import_module(f"{__name__}.{name}") for name in ORDER if name in _HERE}
 

@@ -139,8 +139,9 @@ class Goodput(Watcher):
         for name, part in sorted(seconds.items(), key=lambda part: -part[1]):
             if part:
                 shares.append(f"{name.replace('_', ' ')} {100 * part / total:.0f} %")
-        message = f"goodput {100 * found['share']:.0f} % of {total:.0f} s"
-        message += f" in {len(starts)} start(s): {', '.join(shares)}"
+        message = f"goodput {100 * found['share']:.0f} %"
+        message += f" (what the train steps had of {total:.0f} s in {len(starts)} start(s))"
+        message += f": {', '.join(shares)}"
         if self._price:
             found["cost"] = found["chip_hours"] * self._price
             message += (

@@ -24,7 +24,7 @@ import torch_xla.runtime as xr
 from torch import Tensor
 from torch_xla import backends
 
-from train.common import hooks
+from train.common import hooks, progress
 from train.common.mesh import GraphError, Mesh
 from train.common.xla import replay
 
@@ -365,7 +365,14 @@ def compiled(step_fn: Callable, mesh: Mesh, max_graphs: int) -> "CompiledStep":
     """Does what device.compiled says."""
     announces = mesh.main_process and xr.device_type() == "TPU"
     announced = libtpu_version() if announces else ""
-    return CompiledStep(step_fn, mesh.strict, _report, max_graphs, compiler=announced)
+    return CompiledStep(
+        step_fn,
+        mesh.strict,
+        _report,
+        max_graphs,
+        compiler=announced,
+        tells_progress=mesh.main_process,
+    )
 
 
 # Calls in a row before which something else was compiled, when this is reported.
@@ -408,6 +415,7 @@ class CompiledStep:
         compiler: what compiles, such as "libtpu 0.0.21", for the line that is printed before each
             new program; "": no line. A compiler that dies takes the process with it, and the log
             must say in which program.
+        tells_progress: whether a person is told how long a compilation takes already.
     """
 
     def __init__(
@@ -418,6 +426,7 @@ class CompiledStep:
         max_graphs: int = 1,
         check_every: int = 1000,
         compiler: str = "",
+        tells_progress: bool = False,
     ):
         self.name = getattr(step_fn, "__name__", "step")
         self._step_fn = step_fn
@@ -426,6 +435,7 @@ class CompiledStep:
         self._max_graphs = max_graphs
         self._check_every = check_every
         self._compiler = compiler
+        self._tells_progress = tells_progress
         self._known: dict[tuple, _Calls] = {}
         self._foreign_compilations = 0  # calls in a row before which something else was compiled
 
@@ -450,7 +460,10 @@ class CompiledStep:
         may_compile = calls.count <= 2 and not calls.confirmed
         if not may_compile:
             return self._traced_call(args, arguments, calls)
-        with _compiling():
+        telling = contextlib.nullcontext()
+        if self._tells_progress:
+            telling = progress.telling(self.name)
+        with _compiling(), telling:
             return self._traced_call(args, arguments, calls)
 
     def _traced_call(self, args: Sequence[Any], arguments: replay.Arguments, calls: _Calls) -> Any:
