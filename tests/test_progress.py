@@ -114,7 +114,7 @@ def test_a_laptop_that_slept_does_not_spoil_the_estimate():
 def test_old_lines_are_forgotten():
     remaining = progress.Remaining(1000)
     for step in range(1, 101):
-        slow, quick = min(step, 50), max(step - 50, 0)
+        slow, quick = min(step, 80), max(step - 80, 0)
         remaining.line(step, 10.0 * slow + 1.0 * quick)
     assert remaining.seconds(100) == pytest.approx(900)
 
@@ -124,7 +124,8 @@ def test_lines_that_were_read_together_are_one():
     remaining.line(1, 5.0)
     remaining.line(10, 8.0)
     remaining.line(19, 8.0)
-    assert remaining.seconds(19) == pytest.approx(81 * 3 / 18)
+    remaining.line(29, 12.0)
+    assert remaining.seconds(29) == pytest.approx(71 * (3 / 18 + 4 / 10) / 2)
 
 
 def test_after_a_resume_the_estimate_is_of_this_start(clock):

@@ -644,6 +644,24 @@ def test_lines_on_the_terminal_are_rounded(start, capsys, clock):
     ]
 
 
+def test_a_line_counts_the_evaluations_to_come(start, capsys, clock, monkeypatch):
+    run = start(at=0, total_steps=100)
+    monkeypatch.setattr(run.checkpoints, "save", lambda *_: None)
+    with run.training(contextlib.nullcontext()):
+        for step in range(1, 22):
+            clock.now += 1.0
+            run.log(step, loss=1.0)
+            run.checkpoint(step, due=False, evaluates=step == 20)
+            if step == 20:
+                with run.pause():
+                    clock.now += 30.0
+                run.evaluation(step, accuracy=0.5)
+
+    said = capsys.readouterr().out
+    assert "step    10/100  loss 1.0000  about 2 min left" in said  # 90 s
+    assert "step    21/100  loss 1.0000  about 3 min left" in said  # 79 s, and four of 30 s
+
+
 def test_lines_in_the_folder_have_every_digit(start, clock):
     run = log_three_lines(start, clock)
     assert numbers(run)[1:3] == [
