@@ -226,6 +226,8 @@ endif
 
 # A run for each combination of values in ARGS, and a table. What it is given is checked before anything is installed. On
 # TPUs it is a program of this machine, which checks more where there is an environment, and needs none.
+# As of RECORDED: a shell would end by the SIGTERM that make hands on, and make with it, while the grid trains on.
+STOPPABLE = $(if $(RECORDED),$(RECORDED),exec )
 GRID_WORDS = $(SCRIPT_$(MODEL)) $(RUN_FLAGS)
 GRID_TPUS = --tpu "$$TPU" $(if $(ZONE),--zone "$$ZONE") $(if $(PROJECT),--project "$$PROJECT") \
 	--launch-args="$(if $(call given,ENV),--env-from ENV) $(if $(RETRIES),--retries $$RETRIES) $$LAUNCH_ARGS" \
@@ -239,10 +241,10 @@ ifneq ($(ON_TPUS),)
 grid: check-grid
 	@test -z '$(EAGER)' || \
 		{ echo "error: DEVICE=$$DEVICE runs on one device of this machine, not on TPU=$$TPU; leave out one of them" >&2; exit 2; }
-	@$(RECORDED)python3 -m train.grid $(GRID_TPUS) $(if $(wildcard $(INSTALLED)),--python $(PY)) $(GRID_WORDS)
+	@$(STOPPABLE)python3 -m train.grid $(GRID_TPUS) $(if $(wildcard $(INSTALLED)),--python $(PY)) $(GRID_WORDS)
 else
 grid: check-grid $(INSTALLED) $(TRACKERS)
-	@$(RECORDED)$(PY) -m train.grid $(GRID_WORDS)
+	@$(STOPPABLE)$(PY) -m train.grid $(GRID_WORDS)
 endif
 
 logs stop status:

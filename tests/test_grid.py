@@ -5,6 +5,7 @@ Most tests train with the stand-in of tests/fake_script.py.
 
 import ast
 import json
+import os
 import re
 import shlex
 import signal
@@ -16,7 +17,7 @@ from pathlib import Path
 import fsspec
 import pytest
 from grid_bed import NAME, ROOT, WORDS, Bed, wait
-from run_make import make
+from run_make import NOT_HANDED_ON, make
 
 from errors import InputError
 from tpu.launch import request
@@ -777,3 +778,35 @@ def test_a_machine_that_starts_runs_needs_python3_alone(path):
     packages = {module.partition(".")[0] for module in modules - of_the_project}
     # fsspec reads a bucket for runs on this machine, which have the environment.
     assert packages <= {"__future__", "fsspec", *sys.stdlib_module_names}
+
+
+@pytest.mark.slow
+def test_a_grid_of_a_real_script_is_stopped_and_goes_on(tmp_path):
+    """By make, which hands SIGTERM on."""
+    left_out = {"CPU_NUM_DEVICES", *NOT_HANDED_ON}  # --device cpu is one device
+    environment = {name: value for name, value in os.environ.items() if name not in left_out}
+    flags_given = f"--batch-size 512 --log-every 1 --seed 0 1 --runs {tmp_path}"
+    command = ["make", "grid", "MODEL=dlrm", "DEVICE=cpu", "PYTHON=python3", f"ARGS={flags_given}"]
+    folder = tmp_path / "dlrm-tiny-seed"
+    first = folder / "dlrm-tiny-seed-0"
+
+    with (tmp_path / "out").open("w") as out:
+        process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=out, stderr=out)
+        wait(lambda: (first / "metrics.jsonl").exists() or process.poll() is not None, 120)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) != 0
+    assert "saved; the same command resumes from here" in (tmp_path / "out").read_text()
+    states = [run["state"] for run in json.loads((folder / "grid.json").read_text())["runs"]]
+    assert states == ["unfinished", "new"]
+
+    again = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+
+    assert again.returncode == 0, again.stdout + again.stderr
+    assert "resuming the unfinished run" in again.stdout
+    assert "Compared by auc (higher is better)" in again.stdout
+    (only,) = json.loads((folder / "grid.json").read_text())["configurations"]
+    assert only["n"] == 2
+    assert only["standard_deviation"] > 0
+    summaries = [json.loads(path.read_text()) for path in folder.glob("*/summary.json")]
+    aucs = [summary["metrics"]["auc"] for summary in summaries]
+    assert only["median"] == pytest.approx(statistics.median(aucs))
