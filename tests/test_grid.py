@@ -21,7 +21,7 @@ from run_make import NOT_HANDED_ON, make
 
 from errors import InputError
 from tpu.launch import request
-from train.common import cli
+from train.common import best, cli
 from train.grid import axes, flags, places, records, table
 
 
@@ -198,11 +198,11 @@ def tabled(words: str, metrics_of: dict[str, dict]) -> tuple[dict, str]:
 def test_the_table_has_median_mean_and_deviation():
     content, page = tabled(TWO_BY_THREE, NUMBERS)
 
-    best, other = content["configurations"]
-    assert best["values"] == {"lr": "2"}
-    assert (best["n"], best["median"], best["min"], best["max"]) == (3, 0.7, 0.65, 0.7)
-    assert best["mean"] == pytest.approx(2.05 / 3)
-    assert best["standard_deviation"] == pytest.approx(statistics.stdev([0.7, 0.65, 0.7]))
+    first, other = content["configurations"]
+    assert first["values"] == {"lr": "2"}
+    assert (first["n"], first["median"], first["min"], first["max"]) == (3, 0.7, 0.65, 0.7)
+    assert first["mean"] == pytest.approx(2.05 / 3)
+    assert first["standard_deviation"] == pytest.approx(statistics.stdev([0.7, 0.65, 0.7]))
     assert other["median"] == 0.6
     assert re.search(r"\| 2 +\| 3 \| 0.7000 \| 0.6833 ± 0.0289 +\| 0.6500 \| 0.7000 \| 1 min", page)
 
@@ -235,6 +235,10 @@ def test_of_some_metrics_the_lower_is_better(metric):
 def test_metrics_of_other_splits_have_the_same_direction(name):
     metric = table.choose_metric(plan(f"{TWO_BY_THREE} --metric {name}"), [])
     assert metric.lower_is_better
+
+
+def test_the_best_checkpoint_has_the_same_directions():
+    assert table.LOWER_IS_BETTER == best.LOWER_IS_BETTER
 
 
 def test_one_seed_shows_no_spread():
@@ -412,8 +416,15 @@ def test_a_torn_summary_is_a_failure_and_then_refused(bed):
 
 
 # ---- its stop ------------------------------------------------------------------------------------
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
-@pytest.mark.parametrize("fault", ["waits", "deaf"])
+@pytest.mark.parametrize(
+    ("number", "fault"),
+    [
+        (signal.SIGTERM, "waits"),
+        (signal.SIGTERM, "deaf"),
+        (signal.SIGINT, "waits"),
+        (signal.SIGHUP, "waits"),
+    ],
+)
 def test_a_stopped_grid_saves_and_goes_on(number, fault, bed):
     bed.faults(lr_3e_5_seed_0=fault)
     process = bed.start()
@@ -591,8 +602,7 @@ def test_each_tpu_takes_the_next_run(bed):
     assert set(tpus_of_starts(bed)) == {"tpu1", "tpu2"}
     assert "tpu1| step 1\n" in ended.out
     assert "only the names of the flags were checked" in ended.out
-    best = bed.grid("bert-tiny-lr")["best"]
-    assert best == {"values": {"lr": "4e-5"}, "seed": ""}
+    assert bed.grid("bert-tiny-lr")["best"] == {"values": {"lr": "4e-5"}, "seed": ""}
 
     again = bed.ended(on_tpus(bed))
     assert again.code == 0
