@@ -165,6 +165,13 @@ $(WANDB): requirements-wandb.txt | $(INSTALLED)
 
 install: $(INSTALLED)
 
+# A signal to make alone (timeout, systemd, kill) reaches its child, which is a shell where a line has quotes. dash waits
+# for the program below it and dies of the signal without it; bash becomes the program. The lines stay as one may copy them.
+BASH := $(firstword $(wildcard /bin/bash /usr/bin/bash /usr/local/bin/bash))
+ifneq ($(BASH),)
+train data translate predict accept bench: SHELL := $(BASH)
+endif
+
 # make ends with 2 for every failure. What has started it to learn how the trainer ended names a file for its exit code in
 # XLA_ZOO_EXIT_CODE, as tpu/launch/keeper.py and tpu/entry.py do; 2 stands there for an argument that is refused here.
 # exec: a shell between make and that program would end at once by the SIGTERM that make hands on, and make with it.
