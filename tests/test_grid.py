@@ -747,7 +747,7 @@ def test_make_grid_hands_over_what_make_train_does():
 def test_make_grid_hands_tpus_and_their_arguments_over():
     given = ["TPU=tpu1 tpu2", "ZONE=z", "ENV=A=b", "RETRIES=2", "LAUNCH_ARGS=--port 1"]
     command = grid_of_make(*given, "ARGS=--lr 1 2")
-    assert command.startswith('python3 -m train.grid --tpu "$TPU" --zone "$ZONE"')
+    assert command.startswith('exec python3 -m train.grid --tpu "$TPU" --zone "$ZONE"')
     assert '--launch-args="--env-from ENV --retries $RETRIES $LAUNCH_ARGS"' in command
     assert '--word "PYTHON=$PYTHON"' in command
     assert command.endswith("glue tiny --model bert --lr 1 2")
