@@ -48,6 +48,27 @@ def test_values_arrive_whole(bed):
 
 
 @one_worker
+def test_a_run_is_told_of_which_version_its_files_are(bed):
+    """Its worker has no repository."""
+    program = bed.project / "train.py"
+    user = ("-c", "user.name=a", "-c", "user.email=a@b")
+    git(bed.project, *user, "commit", "--allow-empty", "-m", "first")
+    git(bed.project, "tag", "v1.2")
+    git(bed.project, "add", "train.py")
+    with program.open("a") as file:
+        file.write("print('git is', os.environ.get('XLA_ZOO_GIT'))\n")
+
+    code, out, err = bed.run("train")
+
+    assert code == 0, err
+    (said,) = re.findall(r"git is (\{.*\})", out)
+    told = json.loads(said)
+    assert told["version"] == "v1.2-dirty"
+    assert told["dirty"] is True
+    assert len(told["commit"]) == 40
+
+
+@one_worker
 def test_secrets_arrive_and_leave_no_trace(bed):
     secrets = {
         "HF_TOKEN": "hf_verysecret",

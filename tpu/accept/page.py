@@ -61,6 +61,11 @@ def machine(hardware: dict[str, Any]) -> str:
     return f"{hardware['devices']} x {hardware['kind']}, {hardware['hosts']} {noun}"
 
 
+def version_of(found: dict[str, Any]) -> str:
+    """Returns the project's version in an acceptance; "" where it is not known."""
+    return found.get("git", {}).get("version", "")
+
+
 def duration(seconds: float) -> str:
     """Returns a time in words: 1.5 min, 2.5 h."""
     if seconds < MINUTES_UP_TO:
@@ -122,7 +127,7 @@ def head(found: dict[str, Any]) -> list[str]:
         f"* date: {found['date']}, {found['seconds']} s",
         f"* hardware: {machine(found['hardware'])}",
         f"* software: {versions or 'unknown'}",
-        f"* commit: {commit}{changed}",
+        f"* version: {version_of(found) or 'unknown'}, commit {commit}{changed}",
         f"* command: `{found['command']}`",
     ]
 
