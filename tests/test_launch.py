@@ -8,6 +8,7 @@ workers with a real systemd and sshd.
 
 import ast
 import json
+import re
 import shlex
 import shutil
 import signal
@@ -18,7 +19,17 @@ from dataclasses import dataclass
 
 import launch_scenarios as scenarios
 import pytest
-from launch_bed import FOREVER, KEEPER, PYTHON, RECREATE, ROOT, one_worker, wait, write_files
+from launch_bed import (
+    FOREVER,
+    KEEPER,
+    PYTHON,
+    RECREATE,
+    ROOT,
+    git,
+    one_worker,
+    wait,
+    write_files,
+)
 
 from tpu.launch import keeper, messages, workers
 
@@ -54,7 +65,6 @@ def test_a_run_is_told_of_which_version_its_files_are(bed):
     user = ("-c", "user.name=a", "-c", "user.email=a@b")
     git(bed.project, *user, "commit", "--allow-empty", "-m", "first")
     git(bed.project, "tag", "v1.2")
-    git(bed.project, "add", "train.py")
     with program.open("a") as file:
         file.write("print('git is', os.environ.get('XLA_ZOO_GIT'))\n")
 
