@@ -32,7 +32,7 @@ from trials import TRIALS
 from data import glue
 from errors import InputError
 from tpu.accept import __main__ as command_line
-from tpu.accept import checks, expected, page, predictions, results
+from tpu.accept import checks, expected, predictions, results
 from tpu.accept.children import Child, Limits, read_report
 from tpu.compiler import libtpu
 from train.common import cli
