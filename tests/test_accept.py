@@ -962,6 +962,7 @@ def one_configuration(flags: list[str], n: int) -> dict:
             "BERT-base, MRPC (F1 88.9 on the test set, Devlin et al. 2019), on glue",
         ),
         ("glue", "tiny", "--model bert --task sst2 --device cpu", "trial: BERT, fine-tuning"),
+        ("glue", "tiny", "", "trial: BERT, fine-tuning"),
         ("dlrm", "tiny", "", "trial: DLRM"),
         ("dlrm", "tiny", "--epochs 2", "`train.dlrm tiny --epochs 2`"),
         ("dlrm", "mlperf_v1", "--plan data --data a/b/", "`train.dlrm mlperf_v1 --plan data` on b"),

@@ -44,6 +44,13 @@ NEUTRAL = (
     "seed",
     "workers",
 )
+# What flags are that a command leaves out, by script and preset.
+USUAL = {
+    ("glue", "tiny"): {"model": "bert", "task": "sst2"},
+    ("glue", "full"): {"model": "bert", "task": "mrpc"},
+    ("pretrain", "tiny"): {"model": "bert"},
+    ("pretrain", "full"): {"model": "bert"},
+}
 WHAT_TO_GIVE = "give a file of make accept, grid.json of make grid, or summary.json of a run"
 
 
@@ -128,9 +135,11 @@ def recipe_of(trained: Trained) -> str:
     known = {name: of_make(recipe.words) for name, recipe in RECIPES.items()}
     if not trained.data:
         known = {f"trial {script.name}": of_make(script.words) for script in SCRIPTS}
+    usual = USUAL.get((trained.script, trained.preset), {})
+    flags = {**usual, **trained.flags}
     for name, recipe in known.items():
         same = (recipe.script, recipe.preset, recipe.flags)
-        if same == (trained.script, trained.preset, trained.flags):
+        if same == (trained.script, trained.preset, flags):
             return name
     return ""
 
