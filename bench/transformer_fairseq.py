@@ -106,7 +106,10 @@ def fairseq(options: Options, folder: str, seed: int, data: str) -> list[str]:
             f"--arch {options.arch} has switches that this comparison does not pass on to fairseq"
         )
 
+    pairs = wmt.open_pairs(data, "train")
     values = {
+        "source-lang": pairs.source_language,  # the checkpoint then names them, for make translate
+        "target-lang": pairs.target_language,
         "arch": "transformer",
         "dropout": options.dropout,
         "criterion": "label_smoothed_cross_entropy",

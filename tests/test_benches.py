@@ -38,14 +38,18 @@ def test_input_pipeline_measures_every_contender(tmp_path):
 
 
 def test_a_kept_checkpoint_of_fairseq_is_one_to_translate_with(tmp_path):
-    options = transformer_fairseq.Options(data=str(GOLDEN / "joint"), keep=str(tmp_path / "kept"))
+    data = str(GOLDEN / "joint")
+    options = transformer_fairseq.Options(data=data, keep=str(tmp_path / "kept"))
 
     transformer_fairseq.keep_checkpoint(GOLDEN / "trained.pt", options, seed=1)
 
     folder = tmp_path / "kept/seed-1"
     names = sorted(path.name for path in folder.iterdir())
     assert names == ["dict.de.txt", "dict.en.txt", "model.pt"]
-    assert translate.read_export(str(folder)).settings["target_lang"] == "de"
+    assert translate.read_export(str(folder)).settings["encoder_embed_dim"] == 32
+    # Which the checkpoint then says; make translate needs it.
+    command = " ".join(transformer_fairseq.fairseq(options, "folder", 1, data))
+    assert "--source-lang en --target-lang de" in command
 
 
 def test_without_fairseqs_side_no_checkpoint_can_be_kept():
