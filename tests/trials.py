@@ -89,7 +89,10 @@ TRIALS = {
         graphs=3,  # of training and evaluation, and of a number that hosts compare
         reads=3,
         diverges={"lr": 1e12},
-        may_be_0="lr warmup_epochs momentum weight_decay label_smoothing norm_groups seed workers",
+        may_be_0=(
+            "lr warmup_epochs momentum weight_decay label_smoothing norm_groups seed workers "
+            "patience"
+        ),
     ),
     "dlrm": Trial(
         script=dlrm,
@@ -110,7 +113,7 @@ TRIALS = {
         graphs=4,
         reads=8,
         diverges={"lr": 1e30, "optimizer": "sgd"},
-        may_be_0="hash_rows model_devices lr warmup_steps seed workers eval_every",
+        may_be_0="hash_rows model_devices lr warmup_steps seed workers eval_every patience",
     ),
     "glue": Trial(
         script=glue,
@@ -126,7 +129,7 @@ TRIALS = {
         moved=0.02,
         graphs=3,  # of training and evaluation in one length, and Adam's
         reads=9,
-        may_be_0="lr warmup weight_decay seed workers eval_every save_every",
+        may_be_0="lr warmup weight_decay patience seed workers eval_every save_every",
     ),
     "transformer": Trial(
         script=transformer,
@@ -145,7 +148,7 @@ TRIALS = {
         graphs=5,  # of training, evaluation and translation in one shape, and two tiny ones
         reads=12,
         diverges={"lr": 1e30, "warmup_updates": 1},
-        may_be_0="dropout lr label_smoothing length_penalty seed workers",
+        may_be_0="dropout lr label_smoothing length_penalty seed workers patience",
     ),
     "pretrain": Trial(
         script=pretrain,
@@ -162,6 +165,6 @@ TRIALS = {
         graphs=3,  # of training and evaluation, and Adam's
         reads=7,
         diverges={"lr": 1e30, "warmup_steps": 1},
-        may_be_0="predictions lr warmup_steps seed workers save_every",
+        may_be_0="predictions lr warmup_steps seed workers save_every patience",
     ),
 }

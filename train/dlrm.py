@@ -167,7 +167,7 @@ def validate(config: Config) -> Config:
     """Returns the config; raises InputError where a value is outside its range."""
     cli.at_least(config, 1, "epochs", "batch_size", "steps_a_call")
     cli.at_least(config, 1, "log_every", "save_every", "keep")
-    cli.at_least(config, 0, "lr", "hash_rows", "model_devices")
+    cli.at_least(config, 0, "lr", "hash_rows", "model_devices", "patience")
     cli.at_least(config, 0, "warmup_steps", "eval_every", "seed")
     cli.at_least(config, -1, "workers")
     for field in ("bottom", "top", "cross"):

@@ -191,7 +191,7 @@ def validate(config: Config) -> Config:
     value is outside its range."""
     config = with_recipe(config)
     cli.at_least(config, 1, "batch_size", "update_every", "log_every", "keep")
-    cli.at_least(config, 0, "lr", "weight_decay", "eval_every", "save_every", "seed")
+    cli.at_least(config, 0, "lr", "weight_decay", "eval_every", "save_every", "seed", "patience")
     cli.at_least(config, -1, "workers")
     cli.at_least(config, 0, "warmup", below=1)
     cli.at_least(config, 0, "clip", above=True)

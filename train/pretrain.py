@@ -157,7 +157,7 @@ def validate(config: Config) -> Config:
     config = with_recipe(config)
     cli.at_least(config, 1, "batch_size", "steps", "update_every")
     cli.at_least(config, 1, "log_every", "eval_every", "keep")
-    cli.at_least(config, 0, "predictions", "lr", "warmup_steps", "save_every", "seed")
+    cli.at_least(config, 0, "predictions", "lr", "warmup_steps", "save_every", "seed", "patience")
     cli.at_least(config, -1, "workers")
     cli.need_data(config, "a folder that `make data` made")
     encoder = encoders.by_name(config.model)

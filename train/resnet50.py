@@ -166,7 +166,7 @@ def validate(config: Config) -> Config:
     cli.at_least(config, 1, "epochs", "batch_size", "update_every", "keep")
     cli.at_least(config, 1, "log_every", "save_every", "eval_every")
     cli.at_least(config, 0, "lr", "warmup_epochs", "momentum", "weight_decay")
-    cli.at_least(config, 0, "norm_groups", "seed")
+    cli.at_least(config, 0, "norm_groups", "seed", "patience")
     cli.at_least(config, 32, "image_size")
     cli.at_least(config, -1, "workers")
     cli.at_least(config, 0, "label_smoothing", below=1)

@@ -157,7 +157,7 @@ def validate(config: Config) -> Config:
     """Returns the config; raises InputError where a value is outside its range."""
     cli.at_least(config, 1, "batch_tokens", "update_every", "updates", "warmup_updates", "beam")
     cli.at_least(config, 1, "log_every", "eval_every", "save_every", "keep")
-    cli.at_least(config, 0, "lr", "seed", "length_penalty")
+    cli.at_least(config, 0, "lr", "seed", "length_penalty", "patience")
     cli.at_least(config, -1, "workers")
     cli.at_least(config, 0, "dropout", "label_smoothing", below=1)
 
