@@ -34,6 +34,8 @@ PREDICTS_NOTHING = {
 }
 DEVICES = optional.names("DEVICE")
 EXTRAS = optional.names("WITH")
+# What each copy gets of the project where it is there: by what terms, and how to cite it.
+TERMS = ("LICENSE", "NOTICE", "CITATION.cff")
 # Distributions that are not named as what is imported from them.
 DISTRIBUTIONS = {
     "PIL": "pillow",
@@ -142,8 +144,19 @@ def requirements(modules: set[str], root: Path = ROOT) -> tuple[list[str], list[
     return plain, torchrec
 
 
-def readme(script: str, model: str, device: str, files: list[Path], torchrec: bool) -> str:
-    """Returns the README of a copy: how to install it, how to run it, what is in it."""
+def readme(
+    script: str,
+    model: str,
+    device: str,
+    files: list[Path],
+    torchrec: bool,
+    terms: Sequence[str] = (),
+) -> str:
+    """Returns the README of a copy: how to install it, how to run it, what is in it.
+
+    Args:
+        terms: those of TERMS that the copy has.
+    """
     pins = (ROOT / "requirements-tpu.txt").read_text().splitlines()
     libtpu = next(line.split()[0] for line in pins if not line.startswith("#"))
     runs_on_tpus = device in ("", "xla")
@@ -164,6 +177,11 @@ def readme(script: str, model: str, device: str, files: list[Path], torchrec: bo
             "`make data` is in the repository."
         )
     listed = ", ".join(str(file) for file in files if file.name != "__init__.py")
+    of_the_zoo = "The XLA model zoo has no LICENSE yet: ask its owner for its terms."
+    if "LICENSE" in terms:
+        of_the_zoo = "LICENSE is that of the XLA model zoo: it stays with its code."
+    if "CITATION.cff" in terms:
+        of_the_zoo += " CITATION.cff says how to cite it."
     return "\n".join(
         [
             f"# train/{script}.py{choice}, a copy of the XLA model zoo's",
@@ -178,6 +196,7 @@ def readme(script: str, model: str, device: str, files: list[Path], torchrec: bo
             "step's end must stay.",
             "Files of docs/ and tests/ that comments and messages name are in the repository, not "
             "here.",
+            of_the_zoo,
             "",
         ]
     )
@@ -214,6 +233,7 @@ def copy(
 
     files, modules = needed(script, model, device, extras, root)
     plain, torchrec = requirements(modules, root)
+    terms = [name for name in TERMS if (root / name).exists()]
     try:
         for file in files:
             (to / file).parent.mkdir(parents=True, exist_ok=True)
@@ -221,7 +241,10 @@ def copy(
         (to / "requirements.txt").write_text("\n".join(plain) + "\n")
         if torchrec:
             (to / "requirements-torchrec.txt").write_text("\n".join(torchrec) + "\n")
-        (to / "README.md").write_text(readme(script, model, device, files, bool(torchrec)))
+        for name in terms:
+            shutil.copyfile(root / name, to / name)
+        page = readme(script, model, device, files, bool(torchrec), terms)
+        (to / "README.md").write_text(page)
     except OSError as error:
         reason = error.strerror or error
         sys.exit(

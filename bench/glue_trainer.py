@@ -1,15 +1,15 @@
 """GLUE: `train.glue` against transformers' Trainer on this CPU, by the same recipe.
 
-ours      python -m train.glue full …, the command that is printed
+ours      python -m train.glue full …, the command that is printed; a batch has the shortest of
+          --lengths that holds its longest example (on plain PyTorch that example's own length)
 trainer   transformers.Trainer, its own defaults where the recipe says nothing (fused AdamW, batches
-          padded to their longest example by DataCollatorWithPadding, shuffled without regard to
-          length)
+          padded to their longest example by DataCollatorWithPadding)
 both      one core each, side by side; for each seed the same initial weights, head included; the
-          same examples, tokenizer, batch size, epochs, AdamW (betas 0.9 and 0.999, no decay of
-          biases and norms), linear schedule with warm-up, gradient clipping, greatest length,
-          dropout of the configuration; float32. The order of the data and dropout masks differ, and
-          an epoch in length buckets has up to a batch more for each further bucket: compare means
-          and spread
+          same examples, tokenizer, batch size, epochs and steps, AdamW (betas 0.9 and 0.999, no
+          decay of biases and norms), linear schedule with warm-up, gradient clipping, greatest
+          length, dropout of the configuration; float32. Batches are drawn at random, without regard
+          to length; --group-by-length draws ours of like lengths. The order of the data and dropout
+          masks differ: compare means and spread
 measured  the task's metrics on the validation split after the last step
 run       pip install accelerate
           python -m bench.glue_trainer --data FOLDER --task mrpc --checkpoint FOLDER
@@ -52,6 +52,7 @@ from errors import InputError
 from models import classification, encoder_files, encoders
 
 ADAM_EPS = 1e-6  # train.glue's; Trainer's default is 1e-8
+CLIP = 1.0  # largest norm of all gradients, Trainer's default; recipes of train.glue have others
 
 
 @dataclass(frozen=True)
@@ -63,14 +64,14 @@ class Options:
     size: Literal[tuple(encoders.SIZES)] = "mini"  # without --checkpoint, see models/encoders
     vocabulary: int = 8000  # tokens learnt from the training text without --checkpoint
     train_examples: int = 0  # the first of the training split; 0: all
-    lengths: tuple[int, ...] = (32, 64, 128)  # our buckets; both sides cut at the last
+    lengths: tuple[int, ...] = (32, 64, 128)  # of our batches; both sides cut at the last
     batch_size: int = 32  # examples per step
     epochs: float = 3  # passes over the training examples
     lr: float = 2e-5  # peak learning rate
     warmup: float = 0.1  # share of the steps in which it rises
     weight_decay: float = 0.01  # of AdamW
     device: Literal["xla", "cpu"] = "xla"  # of our side; cpu: plain PyTorch
-    group_by_length: bool = False  # on our side
+    group_by_length: bool = False  # on our side: batches of like length
     seeds: str = "0,1,2"  # one run of each side for every seed
     out: str = "runs/bench/glue_trainer.json"  # where the figures go
 
@@ -145,6 +146,8 @@ def ours(options: Options, data: str, start: str, seed: int, folder: str) -> lis
         "lr": options.lr,
         "warmup": options.warmup,
         "weight-decay": options.weight_decay,
+        "clip": CLIP,
+        "best": "",  # the last weights, as Trainer's
         "precision": "float32",
         "device": options.device,
         "seed": seed,
@@ -233,7 +236,7 @@ def trainer_of(
         "warmup_steps": options.warmup,  # below 1 it is a share
         "weight_decay": options.weight_decay,
         "adam_epsilon": ADAM_EPS,
-        "max_grad_norm": 1.0,
+        "max_grad_norm": CLIP,
         "seed": seed,
         "dataloader_pin_memory": False,
         "save_strategy": "no",

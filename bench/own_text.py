@@ -35,7 +35,7 @@ import transformers
 import tyro
 from transformers import AutoTokenizer
 
-from bench.glue_trainer import prepare_environment, quiet, spread, trainer_of
+from bench.glue_trainer import CLIP, prepare_environment, quiet, spread, trainer_of
 from bench.transformer_fairseq import flags_of
 from data import glue, vocabulary
 from errors import InputError
@@ -123,6 +123,8 @@ def ours(options: Options, data: str, start: str, seed: int, folder: str) -> lis
         "lr": options.lr,
         "warmup": options.warmup,
         "weight-decay": options.weight_decay,
+        "clip": CLIP,
+        "best": "",  # the last weights, as Trainer's
         "precision": "float32",
         "device": options.device,
         "seed": seed,

@@ -12,12 +12,15 @@ measured  perplexity of the validation split every --eval-every updates, and sac
 run       make fairseq
           python -m bench.transformer_fairseq --data FOLDER --updates 800 --seeds 0,1,2
           --sides ours runs one side again, when only that has changed
+          --keep FOLDER keeps fairseq's checkpoints, with dictionaries and tokenizer: for make
+          translate MODEL_DIR=FOLDER/seed-0, and train.transformer --weights FOLDER/seed-0/model.pt
 """
 
 import json
 import os
 import re
 import shlex
+import shutil
 import statistics
 import subprocess
 import sys
@@ -57,6 +60,7 @@ class Options:
     sides: tuple[Literal["ours", "fairseq"], ...] = ("ours", "fairseq")  # which of them run
     out: str = "runs/bench/transformer_fairseq.json"  # where the figures go
     picture: str = ""  # PNG with the learning curves; "": none
+    keep: str = ""  # folder that gets fairseq's last checkpoint of each seed; "": none stays
 
 
 def flags_of(values: dict[str, Any]) -> list[str]:
@@ -102,7 +106,10 @@ def fairseq(options: Options, folder: str, seed: int, data: str) -> list[str]:
             f"--arch {options.arch} has switches that this comparison does not pass on to fairseq"
         )
 
+    pairs = wmt.open_pairs(data, "train")
     values = {
+        "source-lang": pairs.source_language,  # the checkpoint then names them, for make translate
+        "target-lang": pairs.target_language,
         "arch": "transformer",
         "dropout": options.dropout,
         "criterion": "label_smoothed_cross_entropy",
@@ -257,11 +264,24 @@ def run(options: Options, seed: int, data: str) -> dict[str, dict]:
         if "ours" in commands:
             result["ours"] = result_of_ours(folder)
         if "fairseq" in commands:
+            if options.keep:
+                keep_checkpoint(Path(folder, "fairseq/checkpoint_last.pt"), options, seed)
             curve = fairseq_curve(logs["fairseq"])
             bleu = fairseq_bleu(options, f"{folder}/fairseq", data, cores[0])
             _, last_perplexity = curve[-1]
             result["fairseq"] = {"bleu": bleu, "ppl": last_perplexity, "curve": curve}
     return result
+
+
+def keep_checkpoint(checkpoint: Path, options: Options, seed: int) -> None:
+    """Copies fairseq's checkpoint into a folder of its own in --keep, with the dictionaries and the
+    tokenizer of the data."""
+    folder = Path(options.keep, f"seed-{seed}")
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, content in wmt.open_pairs(options.data, "train").vocabulary_files().items():
+        (folder / name).write_bytes(content)
+    shutil.copyfile(checkpoint, folder / "model.pt")
+    print(f"{folder} has fairseq's checkpoint", flush=True)
 
 
 def draw(results: dict[str, list[dict]], path: str) -> None:
@@ -295,6 +315,11 @@ def main(options: Options) -> None:
     """Runs the sides for every seed, prints a table and writes the figures."""
     if "fairseq" in options.sides and not (FAIRSEQ / "fairseq-train").exists():
         raise InputError("fairseq is not installed; `make fairseq` makes its environment")
+    if options.keep and "fairseq" not in options.sides:
+        raise InputError(
+            f"--keep is {options.keep}, for fairseq's checkpoints, and --sides has no fairseq; "
+            "leave one out"
+        )
 
     data = str(wmt.open_pairs(options.data, "train").folder)
     results: dict[str, list[dict]] = {name: [] for name in options.sides}

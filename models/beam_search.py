@@ -1,5 +1,6 @@
-"""Beam search of fixed shapes with a key and value cache; equal to fairseq's `SequenceGenerator`,
-plain PyTorch.
+"""Beam search of fixed shapes with a key and value cache, in plain PyTorch; equal to fairseq's
+`SequenceGenerator` where the limits of the lengths are: fairseq has one for a batch, from its
+padded width, so that what it finds depends on the batch.
 
 A search is a state (a dict of tensors) and `step`, which returns the next state in the same shapes
 and reads nothing back from the device. `search` runs it in a Python loop; a compiler runs the same

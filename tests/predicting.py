@@ -1,6 +1,7 @@
 """Exports without a training, and what train/predict.py answers, for its tests."""
 
 import json
+import shutil
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -20,6 +21,7 @@ from models import classification, encoder_files, encoder_layers, encoders
 from models.resnet import resnet
 from train import glue as glue_script
 from train import predict, resnet50
+from train.common import files
 
 POSITIONS = 32  # tokens that the small classifiers take
 # Of the words that their tokenizers know, with unlike lengths.
@@ -52,6 +54,23 @@ def answers_before(folder: Path | str, data: Path | str, **flags) -> tuple[list[
     return found, str(refused.value)
 
 
+class _Chosen(Exception):
+    """Ends a prediction where its precision is known."""
+
+
+def precision_of(folder: Path | str, data: Path | str, **flags) -> str:
+    """Returns the precision in which train/predict.py computes."""
+
+    def setup(seed: int, precision: str, *_, **__) -> None:
+        raise _Chosen(precision)
+
+    config = predict.Config(model_dir=str(folder), data=str(data), **flags)
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(_Chosen) as chosen:
+        patch.setattr(predict.device, "setup", setup)
+        next(predict.answers(config))
+    return str(chosen.value)
+
+
 def lines_of(output: str) -> list[dict]:
     """Returns the answers that a command has written."""
     assert output.endswith("\n") or not output
@@ -61,7 +80,9 @@ def lines_of(output: str) -> list[dict]:
 # Pictures
 
 
-def write_network(folder: Path, mesh, model: str = "resnet_tiny", size: int = 32) -> None:
+def write_network(
+    folder: Path, mesh, model: str = "resnet_tiny", size: int = 32, precision: str = "float32"
+) -> None:
     """Writes the export of a network that looks at everything, of twelve classes."""
     network = resnet(model, 12)
     for module in network.modules():
@@ -73,8 +94,26 @@ def write_network(folder: Path, mesh, model: str = "resnet_tiny", size: int = 32
             parameter.data.fill_(0.5)
     images = imagenet.SyntheticImages(1, size, 12, 0, "train")
     state = resnet50.State(network, None, None)
-    config = replace(resnet50.TINY, model=model, image_size=size)
+    config = replace(resnet50.TINY, model=model, image_size=size, precision=precision)
     resnet50.export(str(folder), state, resnet50.Data(images, images), config, mesh)
+
+
+def without_precision(folder: Path, old: Path) -> Path:
+    """Copies an export to a folder as an older version wrote it, without its precision; returns
+    that folder."""
+    shutil.copytree(folder, old)
+    columns = old / "columns.json"
+    if columns.exists():
+        content = json.loads(columns.read_text())
+        del content["precision"]
+        columns.write_text(json.dumps(content))
+        return old
+
+    path = str(old / "model.safetensors")
+    weights, metadata = files.load_with_metadata(path)
+    del metadata["precision"]
+    files.save_weights(path, weights, metadata)
+    return old
 
 
 def write_pictures(folder: Path, names: Sequence[str]) -> list[str]:
@@ -144,10 +183,13 @@ def write_classifier(
         (folder / "columns.json").write_text(json.dumps(content))
 
 
-def write_trial(run: Path, mesh, task: str, lengths: Sequence[int]) -> Path:
+def write_trial(
+    run: Path, mesh, task: str, lengths: Sequence[int], precision: str = "float32"
+) -> Path:
     """Writes a finished run of train/glue.py, a trial of a task of GLUE whose weights are random;
     returns its export. The model takes POSITIONS tokens, whatever the lengths are."""
-    config = glue_script.validate(replace(glue_script.TINY, task=task, lengths=tuple(lengths)))
+    trial = replace(glue_script.TINY, task=task, lengths=tuple(lengths), precision=precision)
+    config = glue_script.validate(trial)
     data = glue_script.open_data(replace(config, lengths=(POSITIONS,)))
     model = encoder_layers.fast_layers(randomized(data.model))
     state = glue_script.State(model, optimizer=None)

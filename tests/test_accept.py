@@ -6,6 +6,7 @@ and named, whatever fails the others are tried, and nothing is left running.
 """
 
 import ast
+import dataclasses
 import json
 import math
 import os
@@ -31,7 +32,7 @@ from trials import TRIALS
 from data import glue
 from errors import InputError
 from tpu.accept import __main__ as command_line
-from tpu.accept import checks, expected, page, predictions
+from tpu.accept import checks, expected, predictions, results
 from tpu.accept.children import Child, Limits, read_report
 from tpu.compiler import libtpu
 from train.common import cli
@@ -553,7 +554,7 @@ def test_the_page_says_how_predictions_compare(whole):
     for words in ("pictures/s 896", "sentences/s 3968", "bfloat16 apart 0.0", "right 0.9"):
         assert words in text
     assert "896 by plain PyTorch on the CPU" in text
-    table = page.table([whole.project.folder / "accept-one.json"])
+    table = "\n".join(table_of(whole.project.folder / "accept-one.json"))
     assert "| predict: ResNet-50 | 1 x CPU, 1 host |" in table
 
 
@@ -810,7 +811,7 @@ def test_when_the_tpu_is_gone_nothing_more_is_tried(pod):
     pod.bed.check_idle()
 
 
-# ---- the table of docs/results.md ----------------------------------------------------------------
+# ---- the tables of results -----------------------------------------------------------------------
 def result(recipe: str, **changes: object) -> dict:
     """Returns a check of a recipe, as an acceptance writes it."""
     made = {
@@ -823,23 +824,36 @@ def result(recipe: str, **changes: object) -> dict:
     return {**made, **changes}
 
 
-def accepted(folder: Path, name: str, *results: dict) -> Path:
+TPU = {"kind": "TPU v6 lite", "devices": 8, "hosts": 1}
+
+
+def accepted(folder: Path, name: str, *checks: dict) -> Path:
     """Writes the file of an acceptance into the current folder; returns its name."""
     content = {
         "written_by": "tpu.accept",
         "format": 1,
-        "hardware": {"kind": "TPU v6 lite", "devices": 8, "hosts": 1},
-        "checks": list(results),
+        "hardware": TPU,
+        "git": {"version": "v1.2"},
+        "checks": list(checks),
     }
     (folder / name).write_text(json.dumps(content))
     return Path(name)
 
 
-def test_the_table_is_that_of_the_files_that_are_committed():
-    files = sorted(path.relative_to(ROOT) for path in ROOT.glob("docs/accepted/*.json"))
-    text = (ROOT / page.RESULTS).read_text()
+def table_of(*files: Path, page: Path = results.RESULTS) -> list[str]:
+    """Returns the lines of a page's table."""
+    return results.table(results.read_all(list(files)), page).splitlines()
+
+
+@pytest.mark.parametrize("path", results.PAGES)
+def test_the_tables_are_those_of_the_committed_files(path):
+    files = sorted(ROOT.glob("docs/accepted/*.json"))
+    found = []
+    for each in results.read_all(files):
+        found.append(dataclasses.replace(each, path=each.path.relative_to(ROOT)))
+    text = (ROOT / path).read_text()
     remedy = "python3 -m tpu.accept --table docs/accepted/*.json"
-    assert page.with_table(text, files) == text, remedy
+    assert results.with_table(text, found, path) == text, remedy
 
 
 def test_the_table_has_a_row_for_each_result_and_what_never_ran(tmp_path, monkeypatch):
@@ -850,14 +864,15 @@ def test_the_table_has_a_row_for_each_result_and_what_never_ran(tmp_path, monkey
     failed = result("trial glue", outcome="failed")
     second = accepted(tmp_path, "b.json", other, failed)
 
-    lines = page.table([second, first]).splitlines()
+    lines = table_of(second, first)
 
     trial = "| trial: DLRM | 8 x TPU v6 lite, 1 host | 1.5 min"
-    assert f"{trial} | auc 0.8025 | [a](../a.json) |" in lines
-    assert f"{trial} | auc 0.81 | [b](../b.json) |" in lines
+    assert f"{trial} | auc 0.8025 | [a](../a.json), v1.2 |" in lines
+    assert f"{trial} | auc 0.81 | [b](../b.json), v1.2 |" in lines
     (row,) = [line for line in lines if "mlperf_v1" in line]
-    assert "| 2.5 h | auc 0.8025 (AUC 0.8025) |" in row
-    assert f"| trial: BERT, fine-tuning | {page.NEVER} | | | |" in lines
+    assert "Terabyte (AUC 0.8025, MLPerf) |" in row
+    assert "| 2.5 h | auc 0.8025 | [a]" in row
+    assert f"| trial: BERT, fine-tuning | {results.NEVER} | | | |" in lines
     header = 2
     second_trial_of_dlrm = 1
     predicting = sum(bool(script.predicts) for script in expected.SCRIPTS)
@@ -865,19 +880,163 @@ def test_the_table_has_a_row_for_each_result_and_what_never_ran(tmp_path, monkey
     assert len(lines) == header + rows
 
 
-@pytest.fixture
-def results_page(tmp_path) -> Path:
-    """A page of results with an old table, in the test's folder."""
-    path = tmp_path / page.RESULTS
-    path.parent.mkdir()
-    path.write_text(f"before\n{page.BEGIN}\nold\n{page.END}\nafter\n")
-    return path
+def test_the_readme_has_all_recipes_and_else_what_ran(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    file = accepted(tmp_path, "a.json", result("trial dlrm"))
+
+    lines = table_of(file, page=results.README)
+
+    assert "| 1.5 min | auc 0.8025 | [a](a.json), v1.2 |" in lines[2]
+    assert len(lines) == 2 + 1 + len(expected.RECIPES)
+    assert sum(results.NEVER in line for line in lines) == len(expected.RECIPES)
+
+
+def grid(folder: Path, script: str, preset: str, words: str, **changes: object) -> Path:
+    """Writes grid.json of two rates and two seeds into the current folder; returns its name."""
+    runs = []
+    for lr in ("2e-5", "3e-5"):
+        for seed in ("0", "1"):
+            flags = [*words.split(), "--lr", lr, "--seed", seed]
+            values = {"lr": lr, "seed": seed}
+            runs.append({"values": values, "flags": flags, "devices": TPU, "version": "v1.3"})
+    best = {
+        "values": {"lr": "3e-5"},
+        "n": 2,
+        "mean": 0.85,
+        "median": 0.85,
+        "standard_deviation": 0.01414,
+        "seconds": 61.5,
+    }
+    other = {**best, "values": {"lr": "2e-5"}, "mean": 0.8}
+    content = {
+        "script": script,
+        "preset": preset,
+        "runs": runs,
+        "metric": "accuracy",
+        "configurations": [best, other],
+        "best": {"values": {"lr": "3e-5"}, "seed": "1"},
+        **changes,
+    }
+    (folder / "grid.json").write_text(json.dumps(content))
+    return Path("grid.json")
+
+
+def test_a_grid_gives_its_best_configuration(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    words = "--model bert --task mrpc --data /data/glue --workers 2"
+    file = grid(tmp_path, "glue", "full", words)
+
+    row = table_of(file)[-1]
+
+    assert row == (
+        "| `train.glue full --model bert --task mrpc --lr 3e-5` on glue | 8 x TPU v6 lite, 1 host "
+        "| 1.0 min a run | accuracy 0.85 ± 0.014, median 0.85, 2 runs; the best of 2 "
+        "configurations, on the same data | [grid](../grid.json), v1.3 |"
+    )
+
+
+def one_configuration(flags: list[str], n: int) -> dict:
+    """Returns what a grid over seeds alone has, of n runs."""
+    runs = []
+    for seed in range(n):
+        runs.append({"values": {"seed": str(seed)}, "flags": [*flags, "--seed", str(seed)]})
+    configuration = {
+        "values": {},
+        "n": n,
+        "mean": 0.85,
+        "median": 0.85,
+        "standard_deviation": 0.01 if n > 1 else None,
+        "seconds": 61.5,
+    }
+    best = {"values": {}, "seed": "0"}
+    return {"runs": runs, "configurations": [configuration], "best": best}
+
+
+@pytest.mark.parametrize(
+    ("script", "preset", "flags", "label"),
+    [
+        (
+            "glue",
+            "full",
+            "--model bert --task mrpc --data /data/glue",
+            "BERT-base, MRPC (F1 88.9 on the test set, Devlin et al. 2019), on glue",
+        ),
+        ("glue", "tiny", "--model bert --task sst2 --device cpu", "trial: BERT, fine-tuning"),
+        ("glue", "tiny", "", "trial: BERT, fine-tuning"),
+        ("dlrm", "tiny", "", "trial: DLRM"),
+        ("dlrm", "tiny", "--epochs 2", "`train.dlrm tiny --epochs 2`"),
+        ("dlrm", "mlperf_v1", "--plan data --data a/b/", "`train.dlrm mlperf_v1 --plan data` on b"),
+    ],
+)
+def test_only_a_recipe_without_other_flags_is_one(
+    script, preset, flags, label, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    changes = one_configuration(flags.split(), n=3)
+    file = grid(tmp_path, script, preset, "", **changes)
+
+    rows = [row for row in table_of(file) if "grid.json" in row]
+
+    metric = "accuracy 0.85 ± 0.01, median 0.85, 3 runs"
+    of_older_runs = f"unknown | 1.0 min a run | {metric} | [grid](../grid.json)"
+    assert rows == [f"| {label} | {of_older_runs} |"]
+
+
+def test_one_run_has_no_deviation(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    file = grid(tmp_path, "dlrm", "tiny", "", **one_configuration([], n=1))
+    assert "| accuracy 0.85, one run |" in "\n".join(table_of(file))
+
+
+def summary(folder: Path, **changes: object) -> Path:
+    """Writes summary.json of a run into the current folder; returns its name."""
+    command = ".venv/bin/python -m train.resnet50 full --data=/data/images --name r --no-strict"
+    content = {
+        "name": "r",
+        "version": "v1.2-dirty",
+        "command": command,
+        "devices": TPU,
+        "metrics": {"top1": 0.7634, "loss": None},
+        "elapsed_seconds": 9000.0,
+        **changes,
+    }
+    (folder / "r.json").write_text(json.dumps(content))
+    return Path("r.json")
+
+
+def test_a_runs_summary_gives_a_row(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    lines = table_of(summary(tmp_path))
+
+    (row,) = [line for line in lines if "r.json" in line]
+    assert row == (
+        "| ResNet-50 v1.5, ImageNet, 90 epochs (76.3 % top-1, Goyal et al. 2017), on images "
+        "| 8 x TPU v6 lite, 1 host | 2.5 h | top1 0.7634, loss None; one run "
+        "| [r](../r.json), v1.2-dirty |"
+    )
+
+
+def test_a_run_of_a_notebook_has_its_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    file = summary(tmp_path, command="python -m ipykernel_launcher -f x.json", version=None)
+    assert table_of(file)[-1].startswith("| r | 8 x TPU")
+    assert table_of(file)[-1].endswith("| [r](../r.json) |")
 
 
 @pytest.fixture
-def write_table(results_page, tmp_path, monkeypatch) -> Callable[..., int]:
-    """write_table("a.json"): writes the table of results from this file, which is in the test's
-    folder; returns the exit code."""
+def results_pages(tmp_path) -> list[Path]:
+    """The two pages with an old table, in the test's folder."""
+    pages = [tmp_path / path for path in results.PAGES]
+    for path in pages:
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(f"before\n{results.BEGIN}\nold\n{results.END}\nafter\n")
+    return pages
+
+
+@pytest.fixture
+def write_table(results_pages, tmp_path, monkeypatch) -> Callable[..., int]:
+    """write_table("a.json"): writes the tables from this file, which is in the test's folder;
+    returns the exit code."""
     monkeypatch.chdir(tmp_path)
     accepted(tmp_path, "a.json", result("trial dlrm"))
 
@@ -888,37 +1047,50 @@ def write_table(results_page, tmp_path, monkeypatch) -> Callable[..., int]:
     return call
 
 
-def test_a_table_is_written_between_its_marks(write_table, results_page):
+def test_the_tables_are_written_between_their_marks(write_table, results_pages):
     # As the shell leaves it where there is no file.
     assert write_table("docs/accepted/*.json") == 0
-    text = results_page.read_text()
-    assert text.startswith("before\n")
-    assert text.endswith("\nafter\n")
-    assert page.NEVER in text
-    assert "old" not in text
+    for path in results_pages:
+        text = path.read_text()
+        assert text.startswith("before\n")
+        assert text.endswith("\nafter\n")
+        assert results.NEVER in text
+        assert "old" not in text
 
     assert write_table("a.json") == 0
-    assert "TPU v6 lite" in results_page.read_text()
+    for path in results_pages:
+        assert "TPU v6 lite" in path.read_text()
 
 
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("other.json", "was not written by make accept"),
+        ("other.json", "was not written by make accept, make grid or make train"),
         ("none.json", "none.json is not there"),
         ("{folder}/a.json", "cannot be linked to"),
+        ("older.json", "older.json is not whole, or of another version"),
+        ("unfinished.json", "no configuration of which all runs are finished; repeat"),
     ],
 )
-def test_a_table_of_other_files_is_refused(name, reason, write_table, tmp_path, capsys):
+def test_a_table_of_other_files_is_refused(
+    name, reason, write_table, results_pages, tmp_path, capsys
+):
     (tmp_path / "other.json").write_text("[]")
+    (tmp_path / "older.json").write_text('{"metrics": {}, "elapsed_seconds": 1}')
+    grid(tmp_path, "dlrm", "tiny", "", best=None).rename("unfinished.json")
+
     assert write_table(name.format(folder=tmp_path)) == 2
+
     assert reason in capsys.readouterr().err
+    assert "old" in results_pages[0].read_text()
 
 
-def test_a_page_without_the_marks_is_refused(write_table, results_page, capsys):
-    results_page.write_text("no marks")
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_page_without_the_marks_is_refused(number, write_table, results_pages, capsys):
+    results_pages[number].write_text("no marks")
     assert write_table("a.json") == 2
     assert "put both back" in capsys.readouterr().err
+    assert "old" in results_pages[1 - number].read_text(), "both or none"
 
 
 def test_a_recipe_gets_into_the_table(here):
@@ -927,7 +1099,7 @@ def test_a_recipe_gets_into_the_table(here):
     assert code == 0, here.output()
     words = shlex.split(found["recipe dlrm-v1"]["commands"][0])
     assert {"MODEL=dlrm", "PRESET=mlperf_v1", "DATA=gs://a bucket/clicks"} < set(words)
-    table = page.table([here.folder / "accept-one.json"])
+    table = "\n".join(table_of(here.folder / "accept-one.json"))
     assert "| 1 x CPU, 1 host |" in table
     assert "auc 0.806" in table
 

@@ -121,6 +121,40 @@ def test_the_readme_of_a_copy_names_its_files(what, tmp_path):
     assert [file for file in modules if file not in readme] == []
 
 
+@pytest.fixture
+def project(tmp_path) -> Path:
+    """The project's files by links, in a folder to which a test adds some."""
+    root = tmp_path / "project"
+    root.mkdir()
+    names = ["train", "models", "data", "errors.py", "optional.py"]
+    names += [path.name for path in copy_model.ROOT.glob("requirements*.txt")]
+    for name in names:
+        (root / name).symlink_to(copy_model.ROOT / name)
+    return root
+
+
+def test_a_copy_has_the_projects_license_and_citation(project, tmp_path):
+    (project / "LICENSE").write_text("as you like\n")
+    (project / "CITATION.cff").write_text("cff-version: 1.2.0\n")
+
+    copied("dlrm", tmp_path / "mine", root=project)
+
+    assert (tmp_path / "mine/LICENSE").read_text() == "as you like\n"
+    assert (tmp_path / "mine/CITATION.cff").read_text() == "cff-version: 1.2.0\n"
+    readme = (tmp_path / "mine/README.md").read_text()
+    assert "LICENSE is that of the XLA model zoo" in readme
+    assert "CITATION.cff says how to cite it" in readme
+
+
+def test_a_copy_of_a_project_without_license_says_so(project, tmp_path):
+    copied("dlrm", tmp_path / "mine", root=project)
+
+    assert not (tmp_path / "mine/LICENSE").exists()
+    readme = (tmp_path / "mine/README.md").read_text()
+    assert "has no LICENSE yet: ask its owner" in readme
+    assert "CITATION.cff" not in readme
+
+
 TRAINED = ["bert"]
 for what in COPIES:
     if what != "bert":

@@ -20,6 +20,7 @@ from grid_bed import NAME, ROOT, WORDS, Bed, wait
 from run_make import NOT_HANDED_ON, make
 
 from errors import InputError
+from tpu.accept import results
 from tpu.launch import request
 from train.common import best, cli
 from train.grid import axes, flags, places, records, table
@@ -300,6 +301,17 @@ def test_a_grid_trains_its_runs_once_and_writes_a_table(bed):
     assert bed.grid()["configurations"] == found["configurations"]
     for run in bed.grid()["runs"]:
         assert run["command"] in first.out
+
+
+def test_a_grid_gives_a_row_of_the_tables_of_results(bed):
+    bed.run()
+    (row,) = results.read(bed.folder / "runs" / NAME / "grid.json")
+
+    assert row.label == "`train.glue tiny --model bert --lr 3e-5`"
+    assert row.metric == (
+        "accuracy 0.81 ± 0.01, median 0.81, 3 runs; the best of 2 configurations, on the same data"
+    )
+    assert (row.hardware, row.time, row.version) == ("1 x CPU, 1 host", "1.0 min a run", "v1.2")
 
 
 def test_the_command_of_a_run_can_be_repeated_as_it_is(bed):

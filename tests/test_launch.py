@@ -8,6 +8,7 @@ workers with a real systemd and sshd.
 
 import ast
 import json
+import re
 import shlex
 import shutil
 import signal
@@ -18,7 +19,17 @@ from dataclasses import dataclass
 
 import launch_scenarios as scenarios
 import pytest
-from launch_bed import FOREVER, KEEPER, PYTHON, RECREATE, ROOT, one_worker, wait, write_files
+from launch_bed import (
+    FOREVER,
+    KEEPER,
+    PYTHON,
+    RECREATE,
+    ROOT,
+    git,
+    one_worker,
+    wait,
+    write_files,
+)
 
 from tpu.launch import keeper, messages, workers
 
@@ -45,6 +56,26 @@ def test_values_arrive_whole(bed):
     assert code == 0, err
     assert f"with {path!r} and {setting!r}" in out, err
     assert "{'PYTHONUNBUFFERED': 'yes', 'LC_ALL': 'C.UTF-8'}" in out
+
+
+@one_worker
+def test_a_run_is_told_of_which_version_its_files_are(bed):
+    """Its worker has no repository."""
+    program = bed.project / "train.py"
+    user = ("-c", "user.name=a", "-c", "user.email=a@b")
+    git(bed.project, *user, "commit", "--allow-empty", "-m", "first")
+    git(bed.project, "tag", "v1.2")
+    with program.open("a") as file:
+        file.write("print('git is', os.environ.get('XLA_ZOO_GIT'))\n")
+
+    code, out, err = bed.run("train")
+
+    assert code == 0, err
+    (said,) = re.findall(r"git is (\{.*\})", out)
+    told = json.loads(said)
+    assert told["version"] == "v1.2-dirty"
+    assert told["dirty"] is True
+    assert len(told["commit"]) == 40
 
 
 @one_worker

@@ -819,7 +819,9 @@ def test_translate_refuses_hosts_with_other_lines(tmp_path, others):
     stdin = SimpleNamespace(buffer=SimpleNamespace(read=read))
 
     def patch(monkeypatch):
-        monkeypatch.setattr(translate, "load", lambda *_: (None, SimpleNamespace(pieces="")))
+        export = SimpleNamespace(settings={"precision": "float32"})
+        monkeypatch.setattr(translate, "read_export", lambda _: export)
+        monkeypatch.setattr(translate, "restore", lambda *_: (None, SimpleNamespace(pieces="")))
         monkeypatch.setattr(translate, "sys", SimpleNamespace(stdin=stdin, stdout=sys.stdout))
 
     config = translate.Config(model_dir="export")

@@ -411,6 +411,7 @@ def test_the_export_has_its_columns(run):
         "objective": "classes",
         "separator": "",
         "max_length": 16,
+        "precision": "float32",
     }
     settings = json.loads((path / "export/config.json").read_text())
     assert settings["problem_type"] == "single_label_classification"

@@ -10,6 +10,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -29,9 +30,11 @@ from predicting import (
     command,
     lines_of,
     pixels_of,
+    precision_of,
     random_texts,
     small_classifier,
     tokenizer_of_texts,
+    without_precision,
     write_classifier,
     write_lines,
     write_network,
@@ -578,6 +581,48 @@ def test_the_first_answers_come_before_the_end_of_the_input(classifier, monkeypa
 
     assert len(read) <= 3 * 8
     found.close()
+
+
+# ---- the precision -------------------------------------------------------------------------------
+@pytest.fixture(params=["pictures", "sentences"])
+def export_in(request, mesh, tmp_path) -> Callable[[str], Path]:
+    """export_in("float32"): writes the export of a run in this precision."""
+
+    def write(precision: str) -> Path:
+        folder = tmp_path / precision
+        if request.param == "sentences":
+            return write_trial(folder, mesh, "sst2", (8, 12), precision)
+        write_network(folder, mesh, precision=precision)
+        return folder
+
+    return write
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_the_precision_is_that_of_the_run(precision, export_in, tmp_path, capsys):
+    data = write_lines(tmp_path / "new.txt", [])  # read by both: it has no path and no text
+    export = export_in(precision)
+
+    assert precision_of(export, data) == precision
+    assert precision_of(export, data, precision="fast_float32") == "fast_float32"
+    assert "precision" not in capsys.readouterr().err
+
+
+def test_an_export_without_a_precision_keeps_bfloat16(export_in, tmp_path, capsys):
+    data = write_lines(tmp_path / "new.txt", [])
+    old = without_precision(export_in("float32"), tmp_path / "old")
+
+    assert precision_of(old, data) == "bfloat16"
+    assert f"{old} does not say in which precision its run" in capsys.readouterr().err
+    assert precision_of(old, data, precision="float32") == "float32"
+    assert capsys.readouterr().err == ""
+
+
+def test_an_unknown_precision_of_an_export_is_refused(export_in, tmp_path):
+    data = write_lines(tmp_path / "new.txt", [])
+    export = export_in("float8")
+    with pytest.raises(InputError, match="precision 'float8'.* give --precision, one of bfloat16"):
+        answers_of(export, data, precision="")
 
 
 # ---- broken rows ---------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import pytest
 import torch
 from click_tables import FLAGS, draw, part, write
 from helpers import exported
-from predicting import answers_before, answers_of
+from predicting import answers_before, answers_of, precision_of, without_precision
 
 from bench import dlrm_torchrec
 from data import clicks
@@ -79,6 +79,17 @@ def test_rows_have_torchrecs_probabilities(kind, ending, config, export, tmp_pat
     expected = by_torchrec(config, export, pd.DataFrame(rows))
     assert probabilities == pytest.approx(expected, abs=CLOSE)
     assert max(probabilities) - min(probabilities) > 0.2
+
+
+def test_clicks_are_predicted_in_the_precision_of_the_run(export, tmp_path, capsys):
+    data = write(tmp_path / "new.csv", new_rows(5))
+    old = without_precision(export, tmp_path / "old")
+
+    assert precision_of(export, data) == "float32"  # of the trial
+    assert "precision" not in capsys.readouterr().err
+    assert precision_of(export, data, precision="fast_float32") == "fast_float32"
+    assert precision_of(old, data) == "bfloat16"
+    assert f"{old} does not say in which precision" in capsys.readouterr().err
 
 
 def test_several_files_are_one_after_the_other(export, tmp_path):

@@ -26,6 +26,7 @@ SCRIPTS = [
 FOLDERS = ("train", "models", "data", "tpu", "bench", "research")
 PAGES = [
     ROOT / "README.md",
+    ROOT / "CHANGELOG.md",
     *sorted((ROOT / "docs").rglob("*.md")),
     *sorted((ROOT / "research").rglob("*.md")),
 ]
@@ -389,6 +390,75 @@ def test_what_the_findings_name_is_in_the_code():
         for name in re.findall(r"\w+", names):
             defined = rf"^ *(def|class) {name}\b|^{name} = "
             assert re.search(defined, (ROOT / path).read_text(), re.MULTILINE), (name, path)
+
+
+# ---- versions and citing -------------------------------------------------------------------------
+# Of the Citation File Format 1.2.0: the keys that it needs, and all.
+CITATION_NEEDS = {"authors", "cff-version", "message", "title"}
+CITATION_HAS = {
+    *CITATION_NEEDS,
+    "abstract",
+    "commit",
+    "contact",
+    "date-released",
+    "doi",
+    "identifiers",
+    "keywords",
+    "license",
+    "license-url",
+    "preferred-citation",
+    "references",
+    "repository",
+    "repository-artifact",
+    "repository-code",
+    "type",
+    "url",
+    "version",
+}
+# Of Keep a Changelog.
+KINDS_OF_CHANGES = ["Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"]
+
+
+@pytest.fixture
+def citation() -> dict:
+    return yaml.safe_load((ROOT / "CITATION.cff").read_text())
+
+
+def test_the_citation_has_the_keys_of_its_format(citation):
+    assert CITATION_NEEDS <= citation.keys() <= CITATION_HAS
+    assert citation["cff-version"] == "1.2.0"
+    assert citation["type"] in ("software", "dataset")
+    assert citation["authors"] == [{"name": "The XLA model zoo authors"}]
+    assert len(citation["keywords"]) == len(set(citation["keywords"])) > 0
+
+
+def test_the_citation_names_the_license_that_is_there(citation):
+    assert (ROOT / "LICENSE").exists() == ("license" in citation)
+
+
+def released_versions() -> list[tuple[str, str]]:
+    """Returns the versions of the changelog, newest first, each with its date."""
+    text = (ROOT / "CHANGELOG.md").read_text()
+    return re.findall(r"^## \[(\d+\.\d+\.\d+)\] - (\d{4}-\d\d-\d\d)$", text, re.MULTILINE)
+
+
+def test_the_changelog_has_the_form_of_keep_a_changelog():
+    text = (ROOT / "CHANGELOG.md").read_text()
+    first, *others = re.findall(r"^## (.+)$", text, re.MULTILINE)
+    assert first == "[Unreleased]"
+    assert len(others) == len(released_versions()), "## [1.2.0] - 2027-01-31"
+
+    for version in re.split(r"^## ", text, flags=re.MULTILINE)[1:]:
+        kinds = re.findall(r"^### (.+)$", version, re.MULTILINE)
+        assert kinds == [kind for kind in KINDS_OF_CHANGES if kind in kinds]
+
+
+def test_the_newest_version_is_the_one_to_cite(citation):
+    newest = dict(released_versions()[:1])
+    cited = {}
+    if "version" in citation:
+        cited[str(citation["version"])] = str(citation["date-released"])
+    assert cited == newest
 
 
 # ---- make train ----------------------------------------------------------------------------------

@@ -270,34 +270,82 @@ def test_a_finished_run_that_recorded_no_split_stays_finished(start):
 # Files
 
 
-def test_config_json_has_the_commit_of_each_start(start, tmp_path, monkeypatch):
-    code = tmp_path / "code"
-    code.mkdir()
-    monkeypatch.setattr(run_folder, "__file__", str(code / "run_folder.py"))
+@pytest.fixture
+def code(tmp_path, monkeypatch) -> Path:
+    """A folder outside of git, in which the project's code seems to be."""
+    folder = tmp_path / "code"
+    folder.mkdir()
+    monkeypatch.setattr(run_folder, "__file__", str(folder / "run_folder.py"))
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path))
+    return folder
 
-    def git(*arguments) -> str:
+
+@pytest.fixture
+def git(code) -> Callable[..., str]:
+    """git("init"): calls git in that folder; returns what it says."""
+
+    def call(*arguments) -> str:
         user = ["-c", "user.name=a", "-c", "user.email=a@b"]
         command = ["git", "-C", str(code), *user, *arguments]
         process = subprocess.run(command, check=True, capture_output=True, text=True)
         return process.stdout.strip()
 
+    return call
+
+
+def test_config_json_has_commit_and_version_of_each_start(start, code, git):
     start().close()  # outside git
     git("init")
     (code / "file").write_text("one")
     git("add", "file")
     git("commit", "-m", "first")
     start().close()
+    git("tag", "v1.2")
+    start().close()
     (code / "file").write_text("two")
     run = start()
 
     commit = git("rev-parse", "HEAD")
+    short = git("rev-parse", "--short", "HEAD")
     stored = read_json(f"{run.path}/config.json")
     assert [each["git"] for each in stored["starts"]] == [
         None,
-        {"commit": commit, "dirty": False},
-        {"commit": commit, "dirty": True},
+        {"commit": commit, "dirty": False, "version": short},
+        {"commit": commit, "dirty": False, "version": "v1.2"},
+        {"commit": commit, "dirty": True, "version": "v1.2-dirty"},
     ]
+
+
+def test_summary_json_names_version_command_and_devices(start, code, git):
+    git("init")
+    git("commit", "--allow-empty", "-m", "first")
+    git("tag", "v1.2")
+    git("commit", "--allow-empty", "-m", "second")
+    run = start()
+    run.finish({})
+
+    summary = read_json(f"{run.path}/summary.json")
+    short = git("rev-parse", "--short", "HEAD")
+    assert summary["version"] == f"v1.2-1-g{short}"
+    assert summary["devices"] == {"kind": "CPU", "devices": 4, "hosts": 1}
+    assert summary["command"] == read_json(f"{run.path}/config.json")["starts"][0]["command"]
+
+
+def test_outside_git_there_is_no_version(start, code):
+    run = start()
+    run.finish({})
+    assert read_json(f"{run.path}/summary.json")["version"] is None
+
+
+def test_the_launchers_variable_names_the_version(start, code, monkeypatch):
+    """Which the workers of a TPU have in place of a repository."""
+    sent = {"commit": "0" * 40, "dirty": True, "version": "v1.2-dirty"}
+    monkeypatch.setenv("XLA_ZOO_GIT", json.dumps(sent))
+    run = start()
+    run.finish({})
+
+    assert read_json(f"{run.path}/config.json")["starts"][0]["git"] == sent
+    assert read_json(f"{run.path}/summary.json")["version"] == "v1.2-dirty"
 
 
 def test_config_json_says_what_a_start_ran_and_where(start):

@@ -10,7 +10,7 @@ import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -20,7 +20,7 @@ import sacrebleu
 import safetensors.torch
 import torch
 from helpers import SEED, crash, environment, equal, exported, losses, records, stop_at, terminate
-from model_helpers import transformer_of
+from model_helpers import GOLDEN, transformer_of
 from torch import Tensor
 from trials import TRIALS
 
@@ -299,7 +299,7 @@ def test_an_export_says_what_its_symbols_are(trained, tmp_path, mesh):
 
 def translated(folder: str, text: bytes, **settings) -> list[str]:
     """Returns the lines that train/translate.py writes for this standard input."""
-    options = {"lengths": (8, 16), "batch_tokens": 2048, "beam": 2, "precision": "float32"}
+    options = {"lengths": (8, 16), "batch_tokens": 2048, "beam": 2}
     config = translate.Config(model_dir=folder, **options | settings)
 
     written = io.StringIO()
@@ -356,6 +356,51 @@ def test_translations_have_the_bleu_of_the_run(trained, translations):
     assert bleu.score == metrics["bleu"]
 
 
+@dataclass
+class SetUp(Exception):
+    """Ends a translation where its precision is known."""
+
+    precision: str
+
+
+@pytest.fixture
+def precision_of(monkeypatch) -> Callable[..., str]:
+    """precision_of(folder, precision=""): returns the precision in which train/translate.py
+    computes."""
+
+    def setup(seed: int, precision: str, *_, **__) -> None:
+        raise SetUp(precision)
+
+    def call(folder: str, **flags) -> str:
+        with pytest.raises(SetUp) as chosen:
+            translate.main(translate.Config(model_dir=str(folder), **flags))
+        return chosen.value.precision
+
+    monkeypatch.setattr(translate.device, "setup", setup)
+    return call
+
+
+def test_the_precision_of_a_translation_is_the_runs(mesh, tmp_path, trained, precision_of, capsys):
+    _, _, config = trained
+    data = transformer.open_data(config)
+    state = transformer.build(config, data, mesh)
+    for precision in ("float32", "bfloat16"):
+        changed = replace(config, precision=precision)
+        transformer.export(str(tmp_path), state, data, changed, mesh, updates=1)
+
+        assert precision_of(tmp_path) == precision
+        assert precision_of(tmp_path, precision="fast_float32") == "fast_float32"
+    assert capsys.readouterr().err == ""
+
+
+def test_a_checkpoint_without_a_precision_keeps_bfloat16(tmp_path, precision_of, capsys):
+    """One of an older version, or of fairseq."""
+    shutil.copy(GOLDEN / "trained.pt", tmp_path / "model.pt")
+
+    assert precision_of(tmp_path) == "bfloat16"
+    assert f"{tmp_path} does not say in which precision its run" in capsys.readouterr().err
+
+
 def test_translations_have_the_order_of_the_lines(trained, translations):
     path, *_ = trained
     forward = translations.results
@@ -374,7 +419,7 @@ def test_an_empty_input_has_no_translations(trained):
 
 def test_the_command_translates_on_plain_pytorch(trained, translations):
     """It runs as its users start it."""
-    flags = "--device cpu --precision float32 --beam 2 --lengths 16 --model-dir"
+    flags = "--device cpu --beam 2 --lengths 16 --model-dir"
     folder = f"{trained[0]}/export"
     command = [sys.executable, "-m", "train.translate", "text", *flags.split(), folder]
 

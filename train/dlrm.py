@@ -427,6 +427,7 @@ def export(
     metadata = {}
     for name, value in asdict(describe(config, data.train)).items():
         metadata[name] = json.dumps(value)
+    metadata["precision"] = json.dumps(config.precision)  # of the evaluation, so of make predict
     network = checkpoint.to_host(state.model.state_dict())
     files.save_weights(f"{folder}/model.safetensors", network, metadata)
 

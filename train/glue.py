@@ -566,7 +566,7 @@ def task_metrics(task: sentences.Task, logits: Tensor, labels: Tensor) -> dict[s
 
 def export(folder: str, state: State, data: Data, config: Config, mesh: Mesh) -> None:
     """Writes what transformers' `pipeline("text-classification", model=folder)` loads; and
-    COLUMNS, which says what the examples of the training were, and where they were cut."""
+    COLUMNS, which says what the examples of the training were, and how they were evaluated."""
     # All hosts call it; the main one gets the weights.
     weights = checkpoint.to_host(
         state.model.state_dict(), layers=mesh.layers, is_needed=mesh.main_process
@@ -574,7 +574,9 @@ def export(folder: str, state: State, data: Data, config: Config, mesh: Mesh) ->
     if not mesh.main_process:
         return
 
-    examples = {**data.task.columns, "max_length": config.lengths[-1]}
+    # What make predict does as the evaluation of the run.
+    evaluated = {"max_length": config.lengths[-1], "precision": config.precision}
+    examples = {**data.task.columns, **evaluated}
 
     def save(local: str) -> None:
         encoder_files.save(local, state.model, weights, data.tokenizer)

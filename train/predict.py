@@ -28,12 +28,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import safetensors
-
 import optional
 from errors import InputError
-from train.common import cli, device, files, hooks
-from train.common.mesh import Mesh
+from train.common import cli, device, files, hooks, precision
+from train.common.mesh import PRECISIONS, Mesh
 from train.prediction.pieces import Piece, in_order
 
 
@@ -51,7 +49,7 @@ class Config:
     max_length: int = 0  # tokens that a text is cut to; 0: those of the run's evaluation
     batch_size: int = 0  # inputs per batch, over all devices; 0: 64 pictures, 32 texts, 4096 clicks
     lengths: tuple[int, ...] = (32, 64, 128)  # tokens: a compiled shape each; then they double
-    precision: Literal["bfloat16", "float32", "fast_float32"] = "bfloat16"  # train/common/device.py
+    precision: Literal["", *PRECISIONS] = ""  # train/common/device.py; "": the run's evaluation's
     device: Literal["xla", "cpu", "cuda"] = "xla"  # xla: a TPU or XLA on CPUs; else plain PyTorch
     workers: int = -1  # processes that decode pictures; -1: one per core, 0: none
     strict: bool = True  # a recompilation or a host fall-back stops the run
@@ -175,7 +173,7 @@ def kind_of(folder: str, given: str) -> str:
     if "config.json" in names:
         return "sentences"
     if "model.safetensors" in names:
-        about = _metadata(os.path.join(folder, "model.safetensors"))
+        about = files.read_metadata(os.path.join(folder, "model.safetensors"))
         if "features" in about and "num_dense" in about:
             return "clicks"
         if "model" in about and "classes" in about:
@@ -194,16 +192,7 @@ def kind_of(folder: str, given: str) -> str:
     raise InputError(f"{given} has neither config.json nor model.safetensors but {found}; {EXPORT}")
 
 
-def _metadata(path: str) -> dict[str, str]:
-    """Returns the metadata of a safetensors file, without reading its tensors."""
-    try:
-        with safetensors.safe_open(path, "pt") as file:
-            return file.metadata() or {}
-    except (OSError, safetensors.SafetensorError) as error:
-        raise InputError(f"{path} cannot be read: {error}; give an export that is whole") from error
-
-
-def set_up(config: Config, vmem_kib: int) -> Mesh:
+def set_up(config: Config, chosen_precision: str, vmem_kib: int) -> Mesh:
     """Returns the devices of this host.
 
     Raises:
@@ -211,7 +200,7 @@ def set_up(config: Config, vmem_kib: int) -> Mesh:
     """
     mesh = device.setup(
         0,
-        config.precision,
+        chosen_precision,
         config.strict,
         config.device,
         vmem_kib=vmem_kib,
@@ -242,7 +231,9 @@ def open_model(config: Config) -> tuple[Any, Mesh]:
         )
 
     part = optional.load(PARTS["test sets" if config.task else kind])
-    mesh = set_up(config, part.VMEM_KIB)
+    exported = part.exported_precision(folder)
+    chosen = precision.choose(config.precision, exported, config.model_dir)
+    mesh = set_up(config, chosen, part.VMEM_KIB)
     return part.open_model(folder, config), mesh
 
 

@@ -655,6 +655,7 @@ def export(folder: str, state: State, data: Data, config: Config, mesh: Mesh) ->
     if data.train.label_columns:
         metadata["label_columns"] = json.dumps(data.train.label_columns)
     metadata |= imagenet.preparation(config.image_size)
+    metadata["precision"] = config.precision  # of the evaluation, and so of make predict
     files.save_weights(f"{folder}/model.safetensors", on_host.state_dict(), metadata)
 
 

@@ -460,11 +460,13 @@ def export(folder: str, state: State, data: Data, config: Config, mesh: Mesh, up
     if not mesh.main_process:
         return
 
+    # make translate computes as the evaluation does, and joins pieces in the same way.
     settings = {
         "source_lang": data.train.source_language,
         "target_lang": data.train.target_language,
+        "precision": config.precision,
     }
-    if config.pieces:  # make translate joins them in the same way
+    if config.pieces:
         settings["pieces"] = config.pieces
     model = fairseq.write_checkpoint(state.model, weights, updates, **settings)
     files.write_file(f"{folder}/model.pt", model)

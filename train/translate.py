@@ -31,8 +31,8 @@ from data.fairseq_format import PIECES
 from errors import InputError
 from models import beam_search, fairseq, layers
 from models.transformer import PAD, Transformer
-from train.common import cli, device, files, loading
-from train.common.mesh import Mesh
+from train.common import cli, device, files, loading, precision
+from train.common.mesh import PRECISIONS, Mesh
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Config:
     batch_tokens: int = 16_384  # tokens of a batch: batch_tokens / (L * beam) sentences of length L
     beam: int = 4  # hypotheses per sentence
     length_penalty: float = 0.6  # exponent of the length that divides a hypothesis' log-probability
-    precision: Literal["bfloat16", "float32", "fast_float32"] = "bfloat16"  # train/common/device.py
+    precision: Literal["", *PRECISIONS] = ""  # train/common/device.py; "": the run's evaluation's
     device: Literal["xla", "cpu", "cuda"] = "xla"  # xla: a TPU or XLA on CPUs; else plain PyTorch
     pieces: Literal["", *PIECES] = ""  # how symbols make words; "": by the export, else by marks
     workers: int = 0  # processes that make batches
@@ -315,12 +315,43 @@ def _open_metric(scoring: languages.Scoring, language: str, sample: list[str]) -
     return metric
 
 
+@dataclass(frozen=True)
+class Export:
+    """An export, or files of fairseq, as they are read.
+
+    Attributes:
+        folder: path or URL.
+        path: of its checkpoint.
+        settings: of fairseq, and of train/transformer.py: "pieces", "precision".
+        weights: by fairseq's names, on the host.
+    """
+
+    folder: str
+    path: str
+    settings: dict[str, Any]
+    weights: dict[str, Tensor]
+
+
+def read_export(folder: str) -> Export:
+    """Reads an export or files of fairseq in a folder or at a URL.
+
+    Raises:
+        InputError: there is no checkpoint, or it cannot be read.
+    """
+    path = f"{folder.rstrip('/')}/model.pt"
+    settings, weights = fairseq.read_checkpoint(files.read_file(path), path)
+    return Export(folder, path, settings, weights)
+
+
 def load(folder: str, mesh: Mesh, pieces: str = "") -> tuple[Transformer, wmt.Codec]:
-    """Returns the model, on the device, and the codec, which turns text into its tokens and back,
-    of an export or of files of fairseq.
+    """Returns `restore` of what `read_export` reads."""
+    return restore(read_export(folder), mesh, pieces)
+
+
+def restore(export: Export, mesh: Mesh, pieces: str = "") -> tuple[Transformer, wmt.Codec]:
+    """Returns the model, on the device, and the codec, which turns text into its tokens and back.
 
     Args:
-        folder: path or URL.
         pieces: see wmt.Codec; "": what the export says, if it does.
     Raises:
         InputError: files are missing, or do not belong together.
@@ -328,8 +359,9 @@ def load(folder: str, mesh: Mesh, pieces: str = "") -> tuple[Transformer, wmt.Co
     # For the whole process: how layers are written. Clamped attention weights compile to faster
     # programs, but some versions of the TPU's compiler crash on them (docs/tpu.md).
     layers.use_forms(clamp_weights=not mesh.safe_forms)
-    path = f"{folder.rstrip('/')}/model.pt"
-    settings, weights = fairseq.read_checkpoint(files.read_file(path), path)
+    settings = export.settings
+    weights = export.weights
+    path = export.path
     source_language = settings.get("source_lang")
     target_language = settings.get("target_lang")
     if source_language is None or target_language is None:
@@ -340,7 +372,7 @@ def load(folder: str, mesh: Mesh, pieces: str = "") -> tuple[Transformer, wmt.Co
     pieces = pieces or settings.get("pieces", "")
     if pieces not in PIECES:  # of another version's export
         pieces = ""
-    codec = wmt.Codec(files.local_folder(folder), source_language, target_language, pieces)
+    codec = wmt.Codec(files.local_folder(export.folder), source_language, target_language, pieces)
     model = Transformer(
         fairseq.architecture(settings, weights, path),
         len(codec.source_dictionary),
@@ -391,10 +423,12 @@ def main(config: Config) -> None:
     """Reads lines from the standard input and writes their translations to the standard output, in
     the same order."""
     validate(config)
-    mesh = device.setup(
-        0, config.precision, config.strict, config.device, safe_forms=config.safe_forms
-    )
-    model, codec = load(config.model_dir, mesh, config.pieces)
+    export = read_export(config.model_dir)
+    exported = export.settings.get("precision", "")
+    chosen = precision.choose(config.precision, exported, config.model_dir)
+    mesh = device.setup(0, chosen, config.strict, config.device, safe_forms=config.safe_forms)
+    model, codec = restore(export, mesh, config.pieces)
+    del export  # its weights are on the device now
     # The property raises InputError where the dictionary does not show what its pieces are: here
     # before any input is read, else only after the translation.
     _ = codec.pieces

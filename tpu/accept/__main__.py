@@ -7,7 +7,8 @@ accept-<date>.md.
     python3 -m tpu.accept --tpu my-tpu --recipe bert-mrpc --data nyu-mll/glue \\
         --runs gs://my-bucket/runs
     python3 -m tpu.accept --table docs/accepted/*.json
-        the table of docs/results.md, from such files
+        the tables of README.md and docs/results.md, from such files, from grid.json of make grid
+        and from summary.json of runs
 
 `make accept TPU=…` calls it. It trains, kills, resumes and stops runs under names of their own, and
 leaves none running, also after Ctrl-C. Exit codes: 0: nothing failed (what is not there, or was not
@@ -25,7 +26,7 @@ import time
 from pathlib import Path
 
 from errors import InputError
-from tpu.accept import page
+from tpu.accept import page, results
 from tpu.accept.checks import Acceptance, Options
 from tpu.accept.children import Limits, catch_signals, say
 from tpu.accept.expected import RECIPES
@@ -127,24 +128,31 @@ def read_options(arguments: list[str]) -> argparse.Namespace:
         "--table",
         nargs="*",
         metavar="FILE",
-        help="write the table of docs/results.md from these files, and do nothing else",
+        help="write the tables of README.md and docs/results.md from these files, and do nothing "
+        "else",
     )
     return parser.parse_args(arguments)
 
 
 def write_table(names: list[str]) -> None:
-    """Writes the table of docs/results.md from the files of acceptances."""
+    """Writes the tables of README.md and docs/results.md from files that commands have written."""
     files = [Path(name) for name in names]
     if len(files) == 1 and "*" in names[0]:  # the shell found none
         files = []
     for file in files:
         if file.is_absolute() or ".." in file.parts:
             raise InputError(
-                f"{file} cannot be linked to from {page.RESULTS}; give files in docs/accepted, from"
-                f" {Path.cwd()}"
+                f"{file} cannot be linked to from {results.RESULTS}; give files in docs/accepted, "
+                f"from {Path.cwd()}"
             )
-    page.write(page.RESULTS, page.with_table(page.RESULTS.read_text(), files))
-    print(f"{page.RESULTS} has the results of {len(files)} files")
+    found = results.read_all(files)
+    texts = {}
+    for path in results.PAGES:
+        texts[path] = results.with_table(path.read_text(encoding="utf-8"), found, path)
+    for path, text in texts.items():
+        page.write(path, text)
+    pages = " and ".join(map(str, results.PAGES))
+    print(f"{pages} have {len(found)} results of {len(files)} files")
 
 
 def to_options(given: argparse.Namespace) -> Options:

@@ -1,28 +1,19 @@
-"""What an acceptance leaves: a JSON file, a page beside it that a person can send, and the table in
-docs/results.md."""
+"""What an acceptance leaves: a JSON file, and a page beside it that a person can send."""
 
 from __future__ import annotations
 
-import json
 import os
-import re
 from pathlib import Path
 from typing import Any
 
-from errors import InputError
 from tpu.accept.checks import FAILED, OK
-from tpu.accept.expected import RECIPES, SCRIPTS
 
-BEGIN = "<!-- made by: python3 -m tpu.accept --table docs/accepted/*.json -->"
-END = "<!-- end of the table -->"
-NEVER = "**never run**"
-RESULTS = Path("docs/results.md")  # from the project's folder; it has the table
 HOW_TO_SEND = """
 ## How to send it
 
 Send this page and the JSON file of the same name; of what failed its log, too. They name the TPU, \
-the folder of the runs and paths of this machine: read them first. For the table of \
-docs/results.md put the JSON file into docs/accepted and run \
+the folder of the runs and paths of this machine: read them first. For the tables of \
+README.md and docs/results.md put the JSON file into docs/accepted and run \
 `python3 -m tpu.accept --table docs/accepted/*.json`.
 """
 GIBIBYTE = 2**30
@@ -59,6 +50,11 @@ def machine(hardware: dict[str, Any]) -> str:
         return "unknown: no run started"
     noun = "hosts" if hardware["hosts"] > 1 else "host"
     return f"{hardware['devices']} x {hardware['kind']}, {hardware['hosts']} {noun}"
+
+
+def version_of(found: dict[str, Any]) -> str:
+    """Returns the project's version in an acceptance; "" where it is not known."""
+    return found.get("git", {}).get("version", "")
 
 
 def duration(seconds: float) -> str:
@@ -122,7 +118,7 @@ def head(found: dict[str, Any]) -> list[str]:
         f"* date: {found['date']}, {found['seconds']} s",
         f"* hardware: {machine(found['hardware'])}",
         f"* software: {versions or 'unknown'}",
-        f"* commit: {commit}{changed}",
+        f"* version: {version_of(found) or 'unknown'}, commit {commit}{changed}",
         f"* command: `{found['command']}`",
     ]
 
@@ -157,70 +153,3 @@ def failure(check: dict[str, Any]) -> list[str]:
         "",
         *(f"    {line}" for line in check["last_lines"]),
     ]
-
-
-# ---- the table of docs/results.md --------------------------------------------------------------
-
-
-def read(path: Path) -> dict[str, Any]:
-    """Reads the JSON file of an acceptance; raises InputError where it is none."""
-    try:
-        found = json.loads(path.read_text())
-    except FileNotFoundError:
-        remedy = "give the JSON files that make accept has written"
-        raise InputError(f"{path} is not there; {remedy}") from None
-    except (OSError, ValueError) as error:
-        remedy = "give a JSON file that make accept has written"
-        raise InputError(f"{path} cannot be read: {error}; {remedy}") from None
-
-    ours = isinstance(found, dict) and found.get("written_by") == "tpu.accept"
-    if not ours or found.get("format") != 1:
-        other = "was not written by make accept, or by another version"
-        raise InputError(f"{path} {other}; leave it out")
-    return found
-
-
-def table(files: list[Path]) -> str:
-    """Returns the table of results: a row per recipe and file that has it, "never run" where none
-    has."""
-    labels = {f"trial {script.name}": f"trial: {script.label}" for script in SCRIPTS}
-    for script in SCRIPTS:
-        if script.predicts:
-            labels[f"predict {script.name}"] = f"predict: {script.label}"
-    published = dict.fromkeys(labels, "")
-    for name, recipe in RECIPES.items():
-        labels[name] = recipe.label
-        published[name] = f" ({recipe.target})" if recipe.target else ""
-
-    rows: dict[str, list[str]] = {name: [] for name in labels}
-    for path in sorted(files, key=lambda path: path.name):
-        found = read(path)
-        for check in found["checks"]:
-            name = check["recipe"]
-            if check["outcome"] != OK or name not in rows:
-                continue
-            cells = [
-                labels[name],
-                machine(found["hardware"]),
-                duration(check["seconds"]),
-                numbers(check["metrics"]) + published[name],
-                f"[{path.stem}]({os.path.relpath(path, RESULTS.parent)})",
-            ]
-            rows[name].append(f"| {' | '.join(cell(text) for text in cells)} |")
-
-    lines = ["| recipe (published) | hardware | time | metric | log |", "|---|---|---|---|---|"]
-    for name, label in labels.items():
-        never = f"| {label}{published[name]} | {NEVER} | | | |"
-        lines += rows[name] or [never]
-    return "\n".join(lines)
-
-
-def with_table(text: str, files: list[Path]) -> str:
-    """Returns the page's text with the table between its two marks; raises InputError where they
-    are missing."""
-    pattern = f"{re.escape(BEGIN)}\n.*?{re.escape(END)}"
-    if len(re.findall(pattern, text, re.DOTALL)) != 1:
-        remedy = "put both back, around the table"
-        raise InputError(f"{RESULTS} has not once {BEGIN} and {END}; {remedy}")
-    made = f"{BEGIN}\n{table(files)}\n{END}"
-    return re.sub(pattern, lambda _: made, text, flags=re.DOTALL)

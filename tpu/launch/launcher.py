@@ -45,7 +45,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # for `python3 tpu
 
 from errors import InputError
 from tpu.launch import hosts, messages
-from tpu.launch.request import Bundle, make_bundle, read_environment, read_words, runs_folder
+from tpu.launch.request import (
+    Bundle,
+    git_state,
+    make_bundle,
+    read_environment,
+    read_words,
+    runs_folder,
+)
 from tpu.launch.workers import PRINTING, TpuGone, WorkerLost, Workers, names, parallel, say
 
 # Exit codes.
@@ -200,6 +207,7 @@ class Launcher:
         assignments = options.env or os.environ.get(options.env_from, "")
         environment = read_environment(assignments, options.secret)
         bundle = make_bundle(Path.cwd())
+        environment = {**git_state(Path.cwd()), **environment}
 
         self.ready()
         self.check_runs(words)

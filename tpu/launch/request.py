@@ -47,6 +47,8 @@ ACCOUNT_FILE = 1 << 20  # most bytes; the JSON of an account's key has some 2,40
 ACCOUNTS = ("service_account", "authorized_user", "external_account")
 OF_THIS_MACHINE = ("TPU", "ZONE", "PROJECT", "ENV", "RUN", "RETRIES")  # make's variables
 VARIABLE = r"[A-Za-z_]\w*"
+# What train/common/run_folder.py takes from it where the working tree has no .git.
+GIT_VARIABLE = "XLA_ZOO_GIT"
 
 
 @dataclass
@@ -120,6 +122,24 @@ def listed(folder: Path) -> list[bytes]:
         said = result.stderr.decode(errors="replace").strip()
         raise InputError(f"git cannot list the files of {folder}: {said}")
     return sorted({name for name in result.stdout.split(b"\0") if name})
+
+
+def git_state(folder: Path) -> dict[str, str]:
+    """Returns the variable that tells a run of which commit and version its files are; {} where
+    that is not known."""
+    questions = {
+        "commit": ["rev-parse", "HEAD"],
+        "changes": ["status", "--porcelain", "-uno"],
+        "version": ["describe", "--tags", "--always", "--dirty"],
+    }
+    said = {}
+    for name, question in questions.items():
+        result = subprocess.run(["git", *question], cwd=folder, capture_output=True, text=True)
+        if result.returncode:  # no commit yet, say
+            return {}
+        said[name] = result.stdout.strip()
+    dirty = bool(said.pop("changes"))
+    return {GIT_VARIABLE: json.dumps({**said, "dirty": dirty})}
 
 
 def shown(name: bytes) -> str:

@@ -145,6 +145,19 @@ def load_with_metadata(path: str) -> tuple[dict[str, Tensor], dict[str, str]]:
     return tensors, header.get("__metadata__") or {}
 
 
+def read_metadata(path: str) -> dict[str, str]:
+    """Returns the metadata of a safetensors file in a local folder, without reading its tensors.
+
+    Raises:
+        InputError: it cannot be read, or is another file.
+    """
+    try:
+        with safetensors.safe_open(path, "pt") as file:
+            return file.metadata() or {}
+    except (OSError, safetensors.SafetensorError) as error:
+        raise InputError(f"{path} cannot be read: {error}; give an export that is whole") from error
+
+
 def load_model(path: str) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Returns the tensors and the metadata of a model's file at a path or URL.
 

@@ -559,8 +559,13 @@ class Run:
             if "input_wait" in timing:
                 waits.append(timing["input_wait"])
 
+        start = self.folder.start  # {} on all hosts but the main one, which alone writes
+        git = start.get("git") or {}
         self.summary = {
             "name": self.name,
+            "version": git.get("version"),  # None outside of git
+            "command": start.get("command"),
+            "devices": start.get("devices"),
             "finished_at": now(),
             "steps": self.folder.last_step,
             "metrics": finite(metrics),

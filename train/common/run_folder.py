@@ -39,6 +39,9 @@ PACKAGES = (
     "safetensors",
 )
 
+# What tpu/launch/request.py says of the working tree that it has sent, without its .git.
+GIT_VARIABLE = "XLA_ZOO_GIT"
+
 # What fields mean that a run of an older version has not stored, where Config's default is another.
 OLDER = {"best": "", "patience": 0}
 
@@ -65,6 +68,7 @@ class RunFolder:
         reason: why a number was added to the name, or "".
         uploaded: whether the URL has all files.
         last_step: the last step that is in metrics.jsonl.
+        start: what config.json has of this start, see `start_record`; {}: `open` was not called.
     """
 
     def __init__(
@@ -85,6 +89,7 @@ class RunFolder:
         self.local = None
         self.uploaded = False
         self.last_step = 0
+        self.start: dict[str, Any] = {}
         self._lock = contextlib.ExitStack()
         try:
             self.fs = fsspec.core.url_to_fs(self.root)[0]
@@ -183,7 +188,8 @@ class RunFolder:
 
         content = {"config": self.config, "sources": self.sources, "starts": []}
         content.update(self.stored or {})
-        content["starts"] = [*content["starts"], start_record(devices)]
+        self.start = start_record(devices)
+        content["starts"] = [*content["starts"], self.start]
         self.write("config.json", to_json(content, indent=2))
         self.upload()
 
@@ -339,7 +345,7 @@ def now() -> str:
 
 def start_record(devices: dict[str, Any]) -> dict[str, Any]:
     """Returns what config.json keeps of each start: time, command, devices, versions (only of what
-    is installed) and the commit."""
+    is installed), and in "git" the commit and the project's own version."""
     versions = {"python": platform.python_version()}
     for package in PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -354,13 +360,18 @@ def start_record(devices: dict[str, Any]) -> dict[str, Any]:
 
 
 def _git_state() -> dict[str, Any] | None:
-    """Returns the commit of this file, and whether tracked files differ; None outside of git."""
+    """Returns the commit of this file, whether tracked files differ, and the version: the newest
+    tag, the commits since and "-dirty", as v1.2-3-g0a1b2c3; without a tag the commit.
+
+    Outside of git, where tpu/launch has brought the files, it is what GIT_VARIABLE says; or None.
+    """
     try:
         commit = _ask_git("rev-parse", "HEAD")
         changes = _ask_git("status", "--porcelain", "-uno")
+        version = _ask_git("describe", "--tags", "--always", "--dirty")
     except (OSError, subprocess.SubprocessError):
-        return None
-    return {"commit": commit, "dirty": bool(changes)}
+        return json.loads(os.environ.get(GIT_VARIABLE) or "null")
+    return {"commit": commit, "dirty": bool(changes), "version": version}
 
 
 def _ask_git(*arguments: str) -> str:

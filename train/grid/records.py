@@ -40,6 +40,8 @@ class Record:
         command: that starts it, as a person can repeat it.
         metrics: the final ones of a finished run.
         seconds: of all its starts together.
+        devices, version: what it ran on last, and of which version of the project; None: it does
+            not say it.
     """
 
     name: str
@@ -53,6 +55,8 @@ class Record:
     command: str = ""
     metrics: dict[str, float | None] = field(default_factory=dict)
     seconds: float | None = None
+    devices: dict[str, Any] | None = None
+    version: str | None = None
 
     def finish(self, summary: dict[str, Any]) -> None:
         """Takes what summary.json says of a finished run."""
@@ -60,6 +64,8 @@ class Record:
         self.why = ""
         self.metrics = summary["metrics"]
         self.seconds = summary["elapsed_seconds"]
+        self.devices = summary.get("devices")  # older runs do not say it
+        self.version = summary.get("version")
 
     def shown(self) -> str:
         """Returns the values of the axes, in words."""

@@ -1,6 +1,7 @@
 """Predicts clicks by an export of train/dlrm.py that was trained on a user's own columns."""
 
 import glob
+import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +16,7 @@ from data import clicks
 from data.remote import local_copy
 from errors import InputError
 from train import dlrm
-from train.common import device, embedding
+from train.common import device, embedding, files
 from train.common.mesh import Mesh
 from train.prediction import answer_formats
 from train.prediction.pieces import Piece, batch_rows
@@ -31,6 +32,13 @@ def open_model(folder: str, config: Any) -> "Clicks":
         InputError: the export or the data cannot be read.
     """
     return Clicks(folder, config)
+
+
+def exported_precision(folder: str) -> str:
+    """Returns the precision of the run's evaluation; "" where the export does not say it."""
+    path = os.path.join(folder, "model.safetensors")
+    about = files.read_metadata(path)
+    return json.loads(about.get("precision", '""'))
 
 
 class Clicks:

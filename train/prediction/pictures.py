@@ -34,6 +34,12 @@ def open_model(folder: str, config: Any) -> "Pictures":
     return Pictures(folder, config)
 
 
+def exported_precision(folder: str) -> str:
+    """Returns the precision of the run's evaluation; "" where the export does not say it."""
+    path = os.path.join(folder, "model.safetensors")
+    return files.read_metadata(path).get("precision", "")
+
+
 class Pictures:
     """A network for pictures, and those to predict: a Predictor of pieces.py.
 

@@ -43,10 +43,12 @@ class Trained:
         text: the columns of an example, one or two; (): it does not say, as exports of older
             versions and of other programs.
         max_length: tokens to which the run's evaluation cut an example; 0: it does not say.
+        precision: of that evaluation; "": it does not say.
     """
 
     text: tuple[str, ...] = ()
     max_length: int = 0
+    precision: str = ""
 
 
 def read_trained(folder: str) -> Trained:
@@ -64,13 +66,19 @@ def read_trained(folder: str) -> Trained:
         content = {}
     text = content.get("text")
     max_length = content.get("max_length", 0)
+    precision = content.get("precision", "")
     names_text = isinstance(text, list) and len(text) in (1, 2)
-    if not names_text or not isinstance(max_length, int):
+    if not names_text or not isinstance(max_length, int) or not isinstance(precision, str):
         raise InputError(
-            f"{path} is damaged: expected one or two columns as text, and a number as max_length; "
-            "copy the export again"
+            f"{path} is damaged: expected one or two columns as text, a number as max_length, and "
+            "a word as precision; copy the export again"
         )
-    return Trained(tuple(text), max_length)
+    return Trained(tuple(text), max_length, precision)
+
+
+def exported_precision(folder: str) -> str:
+    """Returns the precision of the run's evaluation; "" where the export does not say it."""
+    return read_trained(folder).precision
 
 
 def open_model(folder: str, config: Any) -> "Sentences":

@@ -33,6 +33,11 @@ def open_model(folder: str, config: Any) -> "Submission":
     return Submission(folder, config)
 
 
+def exported_precision(folder: str) -> str:
+    """Returns the precision of the run's evaluation; "" where the export does not say it."""
+    return sentences.exported_precision(folder)
+
+
 class Submission:
     """A model of a task, and the task's test sets."""
 

@@ -119,7 +119,7 @@ def _text(run: Any, stored: dict[str, Any], data: str) -> str:
     commit = ""
     if git:
         changes = " with changes" if git["dirty"] else ""
-        commit = f", at commit {git['commit']}{changes}"
+        commit = f", of version {git['version']} (commit {git['commit']}{changes})"
     took = f"{summary['steps']:,} steps in {summary['training_seconds']:,.0f} s without evaluations"
     found = summary.get("best", {})
     if found.get("step"):
