@@ -374,15 +374,11 @@ class ImageFolder(Images):
 
     def __init__(self, root: str | Path, split: Split, image_size: int, skip_broken: bool = False):
         super().__init__(split, image_size, skip_broken)
-        found, _ = _listed(root)
+        found, files = _listed(root)
         train, evaluation = choose_splits(found, str(root))
         is_root = train is None and evaluation is None and _are_classes(root, found)
         if train is None and not is_root:
-            raise InputError(
-                f"{root} has no train/ folder; "
-                "expected train/<class>/*.jpg and val/<class>/*.jpg, "
-                f"found {', '.join(found[:10]) or 'nothing'}"
-            )
+            raise InputError(_no_classes(root, found, files))
         self.folder = str(root) if is_root else os.path.join(root, train)
         self.classes = _class_folders(self.folder)
         self._folders = self.classes
@@ -752,6 +748,19 @@ def _has_class_folders(path: Path, data: str) -> bool:
         return False
     classes, _ = _listed(path / train)
     return len(classes) > 0
+
+
+def _no_classes(root: str | Path, folders: list[str], files: list[str]) -> str:
+    """Returns the sentence on a folder of pictures that does not say their classes."""
+    listed = folders[:10]
+    pictures = sum(map(_is_image, files))
+    if pictures:
+        listed.append(f"{pictures:,} pictures without a class")
+    return (
+        f"{root} has no train/ folder; expected train/<class>/*.jpg and val/<class>/*.jpg, "
+        "<class>/*.jpg of two classes or more, or a labels.csv with the columns file and label; "
+        f"found {', '.join(listed) or 'nothing'}"
+    )
 
 
 def _are_classes(root: str | Path, names: list[str]) -> bool:

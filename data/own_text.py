@@ -444,7 +444,11 @@ def _read_file(path: Path, columns: Columns) -> Table:
             _check_columns(row, columns, where)
         for column, values in zip(columns.text, table.texts, strict=True):
             values.append(_checked_text(row.get(column), column, where))
-        table.labels.append(row.get(columns.label))
+        label = row.get(columns.label)
+        for one in label if isinstance(label, list) else [label]:
+            if isinstance(one, str):
+                _check_unicode(one, columns.label, where)
+        table.labels.append(label)
         table.lines.append(line)
     if not table.lines:
         raise InputError(f"{path} has no rows; expected some with {', '.join(columns.needed)}")
@@ -465,9 +469,23 @@ def _check_columns(names: Iterable[str], columns: Columns, where: str) -> None:
 def _checked_text(value: Any, column: str, where: str) -> str:
     """Returns the value of a text column; raises InputError where it has no text."""
     if isinstance(value, str) and value.strip():
+        _check_unicode(value, column, where)
         return value
     what = "an empty" if value is None or isinstance(value, str) else f"{value!r} as its"
     raise InputError(f"{where} has {what} {column}; expected text")
+
+
+def _check_unicode(text: str, column: str, where: str) -> None:
+    """Raises InputError for half of a pair that JSON has escaped, such as \\ud83d: no tokenizer and
+    no file takes it."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        half = ascii(text[error.start])
+        raise InputError(
+            f"{where} has a {column} with {half}, which is half of a character; "
+            "correct or remove the row"
+        ) from error
 
 
 def _read_text(path: Path) -> str:

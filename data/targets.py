@@ -34,6 +34,7 @@ METRICS = {
 MOST_NUMBERS = 50  # different numbers that may be classes; more are a quantity
 HELD_OUT = 10  # one in so many examples is held out
 LISTED = 10  # names that a message lists
+LARGEST = float(np.finfo(np.float32).max)  # as a float, or a comparison would cast and warn
 
 # Where rows stand, for messages: a name, such as the file's, to which the row is added; or a
 # function that returns the place of a 0-based row, such as "reviews.csv line 7"; for None, of all.
@@ -178,12 +179,24 @@ def _label_sets(
                     f"{_place(where, row)} has a list as its label; expected one class, "
                     "or give --objective multilabel"
                 )
+            _check_no_object(value, where, row)
             sets.append([name_of(value)])
             continue
 
         parts = _parts(value, separator, where, row)
+        for part in parts:
+            _check_no_object(part, where, row)
         sets.append([name_of(part) for part in parts])
     return sets
+
+
+def _check_no_object(value: Any, where: Where, row: int) -> None:
+    """Raises InputError where a label is a JSON object, or a list within a list of labels."""
+    if isinstance(value, dict) or _is_list(value):
+        raise InputError(
+            f"{_place(where, row)} has {value!r} as a label; expected a text, a number or a truth "
+            "value: write the field that you mean into a column of its own"
+        )
 
 
 def _parts(value: Any, separator: str, where: Where, row: int) -> list[Any]:
@@ -300,7 +313,7 @@ def _numbers(values: Sequence[Any], where: Where) -> np.ndarray:
                 f"{_place(where, row)} has the label {value!r}; "
                 "expected a finite number for --objective regression"
             )
-        if abs(number) > np.finfo(np.float32).max:
+        if abs(number) > LARGEST:
             raise InputError(
                 f"{_place(where, row)} has the label {value!r}, which float32 cannot hold; "
                 "give the labels in a larger unit"
@@ -353,9 +366,12 @@ def held_out(keys: Sequence[str], encoded: np.ndarray, target: Target) -> np.nda
     if target.objective == "multilabel":
         _give_labels(held, [rows for stratum in members.values() for rows in stratum], encoded)
     if not held.any():
+        advice = "add examples, or give a validation split"
+        if target.objective == "classes" and None not in map(_number, target.names):
+            advice += ", or, where the labels are a quantity, --objective regression"
         raise InputError(
             f"{len(keys):,} examples cannot be split into training and validation: each has a "
-            "class or a text of its own; add examples, or give a validation split"
+            f"class or a text of its own; {advice}"
         )
     return held
 

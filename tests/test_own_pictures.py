@@ -798,6 +798,16 @@ def test_class_folders_alone_are_the_training_images(tmp_path):
             assert split.example(index, np.random.default_rng(0))["image"].any()
 
 
+def test_pictures_without_folders_get_both_ways_to_name_classes(tmp_path):
+    write_classes(tmp_path / "pictures", 4)
+    for path in (tmp_path / "pictures").glob("*/*"):
+        path.rename(tmp_path / path.name)
+    shutil.rmtree(tmp_path / "pictures")
+
+    with pytest.raises(InputError, match=r"or a labels.csv .* found 4 pictures without a class"):
+        open_both(tmp_path)
+
+
 def test_folders_of_folders_are_not_taken_for_classes(tmp_path):
     write_classes(tmp_path / "one", 10)
     write_classes(tmp_path / "two", 10, first=10)

@@ -695,3 +695,16 @@ def test_a_head_for_classes_is_no_head_for_labels(run):
     )
     assert "a head for single_label_classification" in found.head.why_new
     assert tuple(classification.PROBLEM_TYPES) == targets.OBJECTIVES
+
+
+@pytest.mark.parametrize("column", ["review", "stars"])
+def test_half_of_a_character_is_named_with_its_line(tmp_path, column):
+    """As JSON of a text that was cut in the middle of an emoji."""
+    rows = reviews(6)
+    rows[3][column] = "good \ud83d"
+    lines = [json.dumps(row) for row in rows]
+    path = tmp_path / "reviews.jsonl"
+    path.write_text("\n".join(lines))
+
+    with pytest.raises(InputError, match=rf"line 4 has a {column} with '.ud83d', which is half"):
+        own_text.open_splits(str(path), STARS)

@@ -815,7 +815,8 @@ def write_weights(folder: Path) -> None:
 
 REFUSED_FOLDERS = {
     "a Transformer": (write_empty("model.pt", "dict.en.txt"), "use make translate MODEL_DIR="),
-    "a run": (write_empty("config.yaml", "export/config.json"), "is a run; give its export, "),
+    "a run": (write_empty("config.json", "export/config.json"), "is a run; give its export, "),
+    "unfinished": (write_empty("config.json", "checkpoints/x"), "is a run that is not finished"),
     "nothing": (lambda folder: None, "there is nothing in "),
     "another": (write_empty("weights.bin"), "has neither config.json nor model.safetensors but "),
     "damaged": (write_empty("model.safetensors"), "model.safetensors cannot be read"),
@@ -823,6 +824,18 @@ REFUSED_FOLDERS = {
     "a language model": (write_language_model, "has BertForMaskedLM; expected one ForSequence"),
     "without a head": (write_without_head, "lacks 1 weights of its classifier, such as"),
 }
+
+
+@pytest.mark.parametrize(
+    ("kind", "flag"),
+    [("clicks", {"text": ("a",)}), ("pictures", {"max_length": 8}), ("clicks", {"image_size": 64})],
+)
+def test_a_flag_of_another_kind_of_export_is_refused(kind, flag):
+    (name,) = flag
+    config = predict.Config(model_dir="x", **flag)
+    message = rf"--{name.replace('_', '-')} is \w+; it is for .* x is a model of {kind}"
+    with pytest.raises(InputError, match=message):
+        predict._check_kind(config, kind)
 
 
 @pytest.mark.parametrize("which", REFUSED_FOLDERS)

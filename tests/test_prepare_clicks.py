@@ -315,6 +315,21 @@ def test_a_stopped_preparation_counts_what_it_left_out(tmp_path, monkeypatch):
     assert resumed == whole
 
 
+def test_bad_rows_given_after_a_refusal_lose_no_row(tmp_path):
+    """The first command ends within a chunk, at a row with too few columns."""
+    kept = broken_log(tmp_path / "log.csv").splitlines()
+    lines = [*kept[:31], "1,2", *kept[31:]]
+    (tmp_path / "log.csv").write_text("\n".join(lines))
+    with pytest.raises(InputError, match="row 31: it has 2 columns instead of 4"):
+        pre.prepare(tmp_path / "log.csv", tmp_path / "out", **BROKEN_FLAGS)
+
+    report = pre.prepare(tmp_path / "log.csv", tmp_path / "out", bad_rows=0.1, **BROKEN_FLAGS)
+
+    assert report["rows"]["train"] + report["rows"]["eval"] == 53
+    assert report["malformed"]["rows"] == 54
+    assert report["malformed"]["count"] == 1
+
+
 def test_a_folder_of_an_older_version_has_the_flags_that_it_had(tmp_path):
     path = write(tmp_path / "log.csv", NAMES)
     pre.prepare(path, **SIMPLE)

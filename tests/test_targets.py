@@ -267,3 +267,26 @@ def test_scores_of_wrong_shapes_are_refused():
         targets.score(TAGS, np.zeros((4, 3)), np.zeros(4))
     with pytest.raises(ValueError, match="no example has a label"):
         targets.score(TAGS, np.zeros((4, 3)), np.zeros((4, 3)))
+
+
+@pytest.mark.parametrize("objective", ["classes", "multilabel"])
+def test_an_object_is_no_label(objective):
+    """Its text would be the name of a class."""
+    value = {"v": "good"}
+    values = [[value], ["bad"]] if objective == "multilabel" else [value, "bad"]
+    with pytest.raises(InputError, match="row 1 has {'v': 'good'} as a label; expected a text"):
+        targets.find(values, objective)
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_number_that_float32_cannot_hold_warns_of_nothing():
+    with pytest.raises(InputError, match="row 2 has the label '1e300', which float32 cannot hold"):
+        targets.find(["1", "1e300"], "regression")
+
+
+def test_numbers_that_are_all_different_get_the_advice():
+    """Fewer than MOST_NUMBERS, so that they are not refused as classes."""
+    target = targets.find(["1.5", "2.5", "4"])
+    encoded = targets.encode(["1.5", "2.5", "4"], target)
+    with pytest.raises(InputError, match="where the labels are a quantity, --objective regression"):
+        targets.held_out(["a", "b", "c"], encoded, target)

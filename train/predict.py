@@ -170,6 +170,13 @@ def kind_of(folder: str, given: str) -> str:
         InputError: it is none of these.
     """
     names = set(os.listdir(folder)) if os.path.isdir(folder) else set()
+    if "export" in names:
+        raise InputError(f"{given} is a run; give its export, {given.rstrip('/')}/export")
+    if "checkpoints" in names:
+        raise InputError(
+            f"{given} is a run that is not finished and has no export yet; finish it by the "
+            "command that began it"
+        )
     if "config.json" in names:
         return "sentences"
     if "model.safetensors" in names:
@@ -178,18 +185,35 @@ def kind_of(folder: str, given: str) -> str:
             return "clicks"
         if "model" in about and "classes" in about:
             return "pictures"
-        raise InputError(f"{given}/model.safetensors names neither classes nor features; {EXPORT}")
+        raise InputError(
+            f"{given} has no config.json, and its model.safetensors names neither classes nor "
+            f"features; {EXPORT}"
+        )
 
     if "model.pt" in names:
         raise InputError(
             f"{given} has a Transformer, which translates: use make translate MODEL_DIR={given}"
         )
-    if "export" in names:
-        raise InputError(f"{given} is a run; give its export, {given.rstrip('/')}/export")
     if not names:
         raise InputError(f"there is nothing in {given}; {EXPORT}")
     found = ", ".join(sorted(names)[:10])
     raise InputError(f"{given} has neither config.json nor model.safetensors but {found}; {EXPORT}")
+
+
+# Flags that count for one kind of export only.
+OF_KIND = {"text": "sentences", "max_length": "sentences", "image_size": "pictures"}
+
+
+def _check_kind(config: Config, kind: str) -> None:
+    """Raises InputError where a flag is given that the export has no use for."""
+    for name, own_kind in OF_KIND.items():
+        value = getattr(config, name)
+        if value and kind != own_kind:
+            shown = " ".join(value) if isinstance(value, tuple) else value
+            raise InputError(
+                f"--{name.replace('_', '-')} is {shown}; it is for {own_kind}, and "
+                f"{config.model_dir} is a model of {kind}: leave it out"
+            )
 
 
 def set_up(config: Config, chosen_precision: str, vmem_kib: int) -> Mesh:
@@ -229,6 +253,8 @@ def open_model(config: Config) -> tuple[Any, Mesh]:
         raise InputError(
             f"--task is {config.task}, and {config.model_dir} is no model of sentences"
         )
+
+    _check_kind(config, kind)
 
     part = optional.load(PARTS["test sets" if config.task else kind])
     exported = part.exported_precision(folder)

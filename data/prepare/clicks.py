@@ -462,7 +462,8 @@ def _parse_file(
 ) -> None:
     """Parses a file into as many chunks as it needs, then writes their rows to `count`.
 
-    Chunks that are already there are only read over.
+    Chunks that are already there are only read over. One that has fewer rows than the file gives it
+    is of a reading that an error has ended, such as a row with too few columns: it is parsed again.
 
     Args:
         bad_rows: 0: the first row that cannot be used is an error; else all of them are left out.
@@ -478,7 +479,7 @@ def _parse_file(
     tables = clicks.read_tables(path, names.all, chunk_rows, skipped if bad_rows else None)
     for table in tables:
         chunk = _chunk_path(parts, source, len(counted))
-        if not chunk.exists():
+        if not _has_rows(chunk, table.num_rows):
             parsed = _parse(path, table, names, kind, bad_rows, parsed_rows, skipped)
             with whole(chunk) as file, pa.ipc.new_file(file, parsed.schema) as writer:
                 writer.write_table(parsed.combine_chunks())
@@ -497,6 +498,14 @@ def _parse_file(
         "first": _sentence(path, first_bad),
     }
     write_json(count, {"rows": counted, "bad": bad})
+
+
+def _has_rows(chunk: Path, rows: int) -> bool:
+    """Returns whether a chunk is there and was made from so many rows, those left out included."""
+    if not chunk.exists():
+        return False
+    written = Parsed(chunk, rows=0).read()
+    return written.num_rows + _left_out(written)["count"] == rows
 
 
 def _chunk_path(parts: Path, source: int, number: int) -> Path:
