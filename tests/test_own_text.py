@@ -673,6 +673,20 @@ def test_a_number_is_learnt(plain, tmp_path):
     assert metrics["mse"] == pytest.approx(np.mean(errors**2), rel=1e-3)
 
 
+@pytest.mark.parametrize(("factor", "is_said"), [(1, False), (1e6, True)])
+def test_numbers_far_from_0_are_said(plain, tmp_path, factor, is_said):
+    rows = []
+    for row in reviews(60):
+        rows.append({**row, "stars": float(row["stars"]) * factor})
+    path = write_csv(tmp_path / "numbers.csv", rows)
+    config = glue.validate(replace(plain, data=str(path), objective="regression"))
+
+    message = glue.open_data(config).head_message
+
+    assert ("learns slowly what is far from it" in message) == is_said
+    assert ("go from 1e+06 to 5e+06" in message) == is_said
+
+
 def test_losses_of_several_labels_are_a_mean_of_them():
     logits = torch.tensor([[0.5, -2.0, 3.0], [0.0, 1.0, -1.0]])
     labels = torch.tensor([[1.0, 0.0, 0.0], [0.0, 1.0, 1.0]])

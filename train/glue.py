@@ -117,6 +117,10 @@ SYNTHETIC_SIZE = "tiny"  # a trial's network
 SYNTHETIC_WORDS = 400  # a trial's largest vocabulary
 SYNTHETIC_INIT = 0.05  # the spread of a trial's new weights
 
+# Numbers of a regression beyond this are learnt slowly: a user labelled sentences with millions,
+# and the predictions were 0.1.
+FAR_FROM_0 = 10.0
+
 # New weights: a network and a vocabulary that a few thousand sentences train in a minute.
 NEW = "new"  # as --checkpoint
 NEW_SIZE = "tiny"
@@ -142,7 +146,8 @@ class Data(NamedTuple):
     eval: dict[str, sentences.Encoded]  # by split
     model: nn.Module  # on the host
     tokenizer: PreTrainedTokenizerBase
-    head_message: str = ""  # what the user should know of the weights that training starts from
+    # What the user should know of the weights that training starts from, and of what they learn.
+    head_message: str = ""
     task: sentences.Task | None = None  # what the sentences are labelled with
 
 
@@ -270,7 +275,21 @@ def open_data(config: Config) -> Data:
         # A checkpoint that never had a head may be evaluated untrained, but the user is told.
         if classifier.head.is_new and config.lr == 0:
             head_message += "; --lr 0 does not train it"
+    messages = [head_message, _describe_numbers(opened.task, opened.train.labels)]
+    head_message = "\n".join(filter(None, messages))
     return Data(train, evaluated, classifier.model, tokenizer, head_message, opened.task)
+
+
+def _describe_numbers(task: sentences.Task, labels: np.ndarray) -> str:
+    """Returns what the user should know of a regression's labels [n] that are far from where a new
+    head begins; "" where they are near, or classes."""
+    if task.objective != "regression" or np.abs(labels).max() <= FAR_FROM_0:
+        return ""
+    return (
+        f"the numbers of {task.name} go from {labels.min():g} to {labels.max():g}; a new head "
+        "begins near 0 and learns slowly what is far from it (STS-B's are 0 to 5): where pearson "
+        "stays low or mse high, give them scaled, (number - mean) / deviation"
+    )
 
 
 def columns_of(config: Config) -> own_text.Columns:
