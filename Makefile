@@ -165,6 +165,13 @@ $(WANDB): requirements-wandb.txt | $(INSTALLED)
 
 install: $(INSTALLED)
 
+# A signal to make alone (timeout, systemd, kill) reaches its child, which is a shell where a line has quotes. dash waits
+# for the program below it and dies of the signal without it; bash becomes the program. The lines stay as one may copy them.
+BASH := $(firstword $(wildcard /bin/bash /usr/bin/bash /usr/local/bin/bash))
+ifneq ($(BASH),)
+train data translate predict accept bench: SHELL := $(BASH)
+endif
+
 # make ends with 2 for every failure. What has started it to learn how the trainer ended names a file for its exit code in
 # XLA_ZOO_EXIT_CODE, as tpu/launch/keeper.py and tpu/entry.py do; 2 stands there for an argument that is refused here.
 # exec: a shell between make and that program would end at once by the SIGTERM that make hands on, and make with it.
@@ -226,6 +233,8 @@ endif
 
 # A run for each combination of values in ARGS, and a table. What it is given is checked before anything is installed. On
 # TPUs it is a program of this machine, which checks more where there is an environment, and needs none.
+# As of RECORDED: a shell would end by the SIGTERM that make hands on, and make with it, while the grid trains on.
+STOPPABLE = $(if $(RECORDED),$(RECORDED),exec )
 GRID_WORDS = $(SCRIPT_$(MODEL)) $(RUN_FLAGS)
 GRID_TPUS = --tpu "$$TPU" $(if $(ZONE),--zone "$$ZONE") $(if $(PROJECT),--project "$$PROJECT") \
 	--launch-args="$(if $(call given,ENV),--env-from ENV) $(if $(RETRIES),--retries $$RETRIES) $$LAUNCH_ARGS" \
@@ -239,10 +248,10 @@ ifneq ($(ON_TPUS),)
 grid: check-grid
 	@test -z '$(EAGER)' || \
 		{ echo "error: DEVICE=$$DEVICE runs on one device of this machine, not on TPU=$$TPU; leave out one of them" >&2; exit 2; }
-	@$(RECORDED)python3 -m train.grid $(GRID_TPUS) $(if $(wildcard $(INSTALLED)),--python $(PY)) $(GRID_WORDS)
+	@$(STOPPABLE)python3 -m train.grid $(GRID_TPUS) $(if $(wildcard $(INSTALLED)),--python $(PY)) $(GRID_WORDS)
 else
 grid: check-grid $(INSTALLED) $(TRACKERS)
-	@$(RECORDED)$(PY) -m train.grid $(GRID_WORDS)
+	@$(STOPPABLE)$(PY) -m train.grid $(GRID_WORDS)
 endif
 
 logs stop status:

@@ -279,6 +279,7 @@ def command(
         words = shlex.split(arguments)
     else:
         words = [str(argument) for argument in arguments]
+    capsys.readouterr()  # what a test has printed before, such as transformers' bars
     with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as stopped:
         patch.setattr(sys, "argv", ["script.py", *words])
         cli.run(main, presets)

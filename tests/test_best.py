@@ -11,7 +11,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import kills
-import older_runs
 import pytest
 import torch
 from checkpoints import damage, flip, names
@@ -452,10 +451,19 @@ def watch(script, monkeypatch) -> tuple[list, list]:
     return evaluated, exported_weights
 
 
-def small_tables(name: str, monkeypatch) -> None:
-    """Gives DLRM small tables."""
+# Constants of train/dlrm.py: two small tables, and four steps.
+FEW_CLICKS = {
+    "SYNTHETIC_ROWS": (60, 300),
+    "SYNTHETIC_LOOKUPS": (1, 2),
+    "SYNTHETIC_TRAIN": 1024,
+    "SYNTHETIC_EVAL": 256,
+}
+
+
+def few_clicks(name: str, monkeypatch) -> None:
+    """Gives DLRM small data."""
     if name == "dlrm":
-        for constant, value in older_runs.DLRM.items():
+        for constant, value in FEW_CLICKS.items():
             monkeypatch.setattr(TRIALS[name].script, constant, value)
 
 
@@ -463,7 +471,7 @@ def small_tables(name: str, monkeypatch) -> None:
 def test_a_script_exports_its_best_state(name, tmp_path, monkeypatch):
     """Its weights and its tables, of which the first evaluation is the best here."""
     script = TRIALS[name].script
-    small_tables(name, monkeypatch)
+    few_clicks(name, monkeypatch)
     evaluated, exported_weights = watch(script, monkeypatch)
 
     script.main(replace(SHORT[name], runs=str(tmp_path)))
@@ -476,7 +484,7 @@ def test_a_script_exports_its_best_state(name, tmp_path, monkeypatch):
 @pytest.mark.parametrize("name", SHORT)
 def test_a_script_that_crashes_exports_the_same_state(name, tmp_path, monkeypatch):
     script = TRIALS[name].script
-    small_tables(name, monkeypatch)
+    few_clicks(name, monkeypatch)
     watch(script, monkeypatch)
     whole = replace(SHORT[name], runs=str(tmp_path), name="whole")
     crashed = replace(whole, name="crashed")

@@ -5,6 +5,7 @@ Most tests train with the stand-in of tests/fake_script.py.
 
 import ast
 import json
+import os
 import re
 import shlex
 import signal
@@ -16,11 +17,11 @@ from pathlib import Path
 import fsspec
 import pytest
 from grid_bed import NAME, ROOT, WORDS, Bed, wait
-from run_make import make
+from run_make import NOT_HANDED_ON, make
 
 from errors import InputError
 from tpu.launch import request
-from train.common import cli
+from train.common import best, cli
 from train.grid import axes, flags, places, records, table
 
 
@@ -197,11 +198,11 @@ def tabled(words: str, metrics_of: dict[str, dict]) -> tuple[dict, str]:
 def test_the_table_has_median_mean_and_deviation():
     content, page = tabled(TWO_BY_THREE, NUMBERS)
 
-    best, other = content["configurations"]
-    assert best["values"] == {"lr": "2"}
-    assert (best["n"], best["median"], best["min"], best["max"]) == (3, 0.7, 0.65, 0.7)
-    assert best["mean"] == pytest.approx(2.05 / 3)
-    assert best["standard_deviation"] == pytest.approx(statistics.stdev([0.7, 0.65, 0.7]))
+    first, other = content["configurations"]
+    assert first["values"] == {"lr": "2"}
+    assert (first["n"], first["median"], first["min"], first["max"]) == (3, 0.7, 0.65, 0.7)
+    assert first["mean"] == pytest.approx(2.05 / 3)
+    assert first["standard_deviation"] == pytest.approx(statistics.stdev([0.7, 0.65, 0.7]))
     assert other["median"] == 0.6
     assert re.search(r"\| 2 +\| 3 \| 0.7000 \| 0.6833 ± 0.0289 +\| 0.6500 \| 0.7000 \| 1 min", page)
 
@@ -234,6 +235,10 @@ def test_of_some_metrics_the_lower_is_better(metric):
 def test_metrics_of_other_splits_have_the_same_direction(name):
     metric = table.choose_metric(plan(f"{TWO_BY_THREE} --metric {name}"), [])
     assert metric.lower_is_better
+
+
+def test_the_best_checkpoint_has_the_same_directions():
+    assert table.LOWER_IS_BETTER == best.LOWER_IS_BETTER
 
 
 def test_one_seed_shows_no_spread():
@@ -411,8 +416,15 @@ def test_a_torn_summary_is_a_failure_and_then_refused(bed):
 
 
 # ---- its stop ------------------------------------------------------------------------------------
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
-@pytest.mark.parametrize("fault", ["waits", "deaf"])
+@pytest.mark.parametrize(
+    ("number", "fault"),
+    [
+        (signal.SIGTERM, "waits"),
+        (signal.SIGTERM, "deaf"),
+        (signal.SIGINT, "waits"),
+        (signal.SIGHUP, "waits"),
+    ],
+)
 def test_a_stopped_grid_saves_and_goes_on(number, fault, bed):
     bed.faults(lr_3e_5_seed_0=fault)
     process = bed.start()
@@ -590,8 +602,7 @@ def test_each_tpu_takes_the_next_run(bed):
     assert set(tpus_of_starts(bed)) == {"tpu1", "tpu2"}
     assert "tpu1| step 1\n" in ended.out
     assert "only the names of the flags were checked" in ended.out
-    best = bed.grid("bert-tiny-lr")["best"]
-    assert best == {"values": {"lr": "4e-5"}, "seed": ""}
+    assert bed.grid("bert-tiny-lr")["best"] == {"values": {"lr": "4e-5"}, "seed": ""}
 
     again = bed.ended(on_tpus(bed))
     assert again.code == 0
@@ -777,3 +788,35 @@ def test_a_machine_that_starts_runs_needs_python3_alone(path):
     packages = {module.partition(".")[0] for module in modules - of_the_project}
     # fsspec reads a bucket for runs on this machine, which have the environment.
     assert packages <= {"__future__", "fsspec", *sys.stdlib_module_names}
+
+
+@pytest.mark.slow
+def test_a_grid_of_a_real_script_is_stopped_and_goes_on(tmp_path):
+    """By make, which hands SIGTERM on."""
+    left_out = {"CPU_NUM_DEVICES", *NOT_HANDED_ON}  # --device cpu is one device
+    environment = {name: value for name, value in os.environ.items() if name not in left_out}
+    flags_given = f"--batch-size 512 --log-every 1 --seed 0 1 --runs {tmp_path}"
+    command = ["make", "grid", "MODEL=dlrm", "DEVICE=cpu", "PYTHON=python3", f"ARGS={flags_given}"]
+    folder = tmp_path / "dlrm-tiny-seed"
+    first = folder / "dlrm-tiny-seed-0"
+
+    with (tmp_path / "out").open("w") as out:
+        process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=out, stderr=out)
+        wait(lambda: (first / "metrics.jsonl").exists() or process.poll() is not None, 120)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) != 0
+    assert "saved; the same command resumes from here" in (tmp_path / "out").read_text()
+    states = [run["state"] for run in json.loads((folder / "grid.json").read_text())["runs"]]
+    assert states == ["unfinished", "new"]
+
+    again = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+
+    assert again.returncode == 0, again.stdout + again.stderr
+    assert "resuming the unfinished run" in again.stdout
+    assert "Compared by auc (higher is better)" in again.stdout
+    (only,) = json.loads((folder / "grid.json").read_text())["configurations"]
+    assert only["n"] == 2
+    assert only["standard_deviation"] > 0
+    summaries = [json.loads(path.read_text()) for path in folder.glob("*/summary.json")]
+    aucs = [summary["metrics"]["auc"] for summary in summaries]
+    assert only["median"] == pytest.approx(statistics.median(aucs))

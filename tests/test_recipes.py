@@ -354,9 +354,9 @@ def test_dlrms_tables_and_network_have_the_same_numbers(name, mesh, monkeypatch)
     made = []
     bags = embedding.ShardedEmbeddingBags
 
-    def recorded(tables, dim, mesh, update, *options):
-        made.append((update, options[:2]))
-        return bags(tables, dim, mesh, update, *options)
+    def recorded(tables, dim, mesh, update, lr, seed, **options):
+        made.append((update, lr, seed))
+        return bags(tables, dim, mesh, update, lr, seed, **options)
 
     monkeypatch.setattr(embedding, "ShardedEmbeddingBags", recorded)
     clicks = criteo.SyntheticClicks("train", 64, table_rows=(30, 40), lookups=(1, 2), num_dense=3)
@@ -367,7 +367,7 @@ def test_dlrms_tables_and_network_have_the_same_numbers(name, mesh, monkeypatch)
     assert type(optimizer) is expected.kind
     (group,) = optimizer.param_groups
     assert {key: group[key] for key in expected.numbers} == expected.numbers
-    ((update, (lr, seed)),) = made
+    ((update, lr, seed),) = made
     assert type(update) is embedding.OPTIMIZERS[name]
     assert lr == 0.125
     assert seed == 3

@@ -516,6 +516,7 @@ FOR_OTHERS = [
 ]
 OTHER_TARGETS = (
     "data",
+    "grid",
     "copy",
     "doctor",
     "board",
@@ -644,6 +645,7 @@ def test_a_new_environment_has_makes_mark_before_all_else(tmp_path):
     ("target", "takes_it"),
     [
         ("train", True),
+        ("grid", True),
         ("translate", True),
         ("predict", True),
         ("compile", False),

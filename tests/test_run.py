@@ -795,7 +795,7 @@ def test_a_config_that_may_not_be_read_is_refused(start, monkeypatch):
         start()
 
 
-@pytest.mark.parametrize("content", ['{"config": {"lr"', "[]", '{"config": 3}'])
+@pytest.mark.parametrize("content", ['{"config": {"lr"', "[]", "null", '{"config": 3}'])
 def test_a_damaged_config_is_refused(start, tmp_path, content):
     start().close()
     (tmp_path / "runs/net/config.json").write_text(content)

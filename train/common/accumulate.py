@@ -92,7 +92,16 @@ class AccumulatedStep:
     def __call__(
         self, state: Any, micro_batches: MicroBatches, config: Any, mesh: Mesh
     ) -> dict[str, Tensor]:
-        """Returns the metrics of the update."""
+        """Returns the metrics of the update.
+
+        Raises ValueError where it has another number of micro-batches than config.update_every, by
+        which `update_step` divides.
+        """
+        if not self._per and micro_batches.left != config.update_every:
+            raise ValueError(
+                f"the loader yields {micro_batches.left} micro-batches an update, and "
+                f"config.update_every is {config.update_every}; give both the same number"
+            )
         for number, micro_batch in enumerate(micro_batches, micro_batches.first):
             device.seed_step(config.seed, number)
             self._gradient_step(self._forward, state, micro_batch, self._totals, config, mesh)

@@ -243,7 +243,7 @@ class RunFolder:
 
         with contextlib.suppress(ValueError, KeyError, TypeError):
             parsed = json.loads(content)
-            if parsed is None or isinstance(parsed[key], dict):
+            if isinstance(parsed[key], dict):
                 return parsed
         raise InputError(
             f"{self.path}/{name} is damaged; "

@@ -10,7 +10,8 @@ from typing import Any
 from train.grid.axes import SEED, Grid
 from train.grid.records import FINISHED, NEW, Record, contents
 
-# Metrics of which the lower is better; also as test_ppl. Of all others the higher is.
+# The last word of a metric's name where lower is better, as in train/common/best.py, which a
+# machine without the environment cannot import. Of all others higher is better.
 LOWER_IS_BETTER = ("loss", "ppl", "ne", "mse")
 # What the choice is worth, in the words of the page.
 CHOSEN = (
