@@ -289,7 +289,7 @@ def test_a_copy_passes_its_own_tests(what, device, tmp_path):
     scratch.mkdir()
     copied(what, folder, device=device)
 
-    assert passed_tests(folder, scratch, with_xla=device in ("", "xla")) == 3
+    assert passed_tests(folder, scratch, with_xla=device in ("", "xla")) == 4
 
 
 # A line of the script, what it is broken to, and the test that finds it.
@@ -316,7 +316,7 @@ def test_the_test_of_a_copy_can_fail(line, broken, test, tmp_path):
     with pytest.raises(AssertionError) as failed:
         passed_tests(folder, tmp_path, with_xla=False)
 
-    assert "1 failed, 2 passed" in str(failed.value)
+    assert "1 failed, 3 passed" in str(failed.value)
     assert f"::{test} " in str(failed.value)
 
 
