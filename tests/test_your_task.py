@@ -1,4 +1,4 @@
-"""docs/your_task.md: its examples fit a fresh copy, and train there; the page shows what they are."""
+"""docs/your_task.md: its examples fit a fresh copy and train there, and it shows what they are."""
 
 import re
 import subprocess
