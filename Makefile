@@ -85,7 +85,7 @@ help:
 	@echo 'make predict MODEL_DIR=runs/x/export DATA=new.csv   a line of JSON for each new picture, sentence, pair or click;'
 	@echo '                                             OUT= writes a file; TASK=mrpc OUT=folder: test sets of GLUE for its server'
 	@echo 'make train MODEL=bert DATA=… TPU=my-tpu      on all workers of that Cloud TPU; logs, stop, status TPU=my-tpu'
-	@echo 'make copy MODEL=resnet50 TO=../mine          that script with exactly the files that it needs (for one DEVICE=),'
+	@echo 'make copy MODEL=resnet50 TO=../mine          that script with exactly the files that it needs (for one DEVICE=) and a test,'
 	@echo '                                             and with what it can do without: WITH="watch sharding hub_images shards predict"'
 	@echo 'make board                                   all runs in a browser, by TensorBoard (RUNS=gs://bucket/runs, PORT=)'
 	@echo 'make doctor                                  what is here, what is missing: each line ok, or what to do'
@@ -411,7 +411,7 @@ lint: $(INSTALLED)
 
 # Environments of versions before the mark are known by their names here and by the stamp of their installation.
 OWN := .venv .venv-eager $(FAIRSEQ) $(JAX) $(BOARD) $(LIBTPU)
-CODE := train models data tpu bench research docs examples tests
+CODE := train models data tpu bench research docs examples copied tests
 
 clean:
 	@for folder in '$(VENV)' $(filter-out .venv,$(OWN)); do \

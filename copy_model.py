@@ -3,6 +3,7 @@ TO=../mine`.
 
 The files are those that the script imports, directly or through others, and those of the parts in
 optional.py that this model, this device and WITH= ask for; of the encoders the record of this one.
+What is written for a copy besides, its README and its test, is of copied/.
 Only the standard library is needed.
 """
 
@@ -14,6 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import optional
+from copied import readme, tests
 
 ROOT = Path(__file__).resolve().parent
 # What a script may import of this repository.
@@ -27,6 +29,7 @@ SCRIPTS = {
     "transformer": "transformer",
     **dict.fromkeys(ENCODERS, "glue"),
 }
+CHOOSES_MODEL = ("glue", "pretrain")  # by --model
 # Scripts whose exports `make predict` does not take, and why.
 PREDICTS_NOTHING = {
     "transformer": "its train/translate.py translates",
@@ -144,62 +147,56 @@ def requirements(modules: set[str], root: Path = ROOT) -> tuple[list[str], list[
     return plain, torchrec
 
 
-def readme(
-    script: str,
-    model: str,
-    device: str,
-    files: list[Path],
-    torchrec: bool,
-    terms: Sequence[str] = (),
-) -> str:
-    """Returns the README of a copy: how to install it, how to run it, what is in it.
+def removable(
+    script: str, model: str, device: str, extras: Sequence[str], root: Path = ROOT
+) -> list[readme.Removable]:
+    """Returns what of a copy is there for one of its devices or for one of WITH= alone."""
+    files, modules = needed(script, model, device, extras, root)
+    smaller = {}  # argument of `make copy` -> what a copy without it needs
+    if not device:
+        smaller["DEVICE=xla"] = needed(script, model, "cpu", extras, root)
+        smaller["DEVICE=cpu"] = needed(script, model, "xla", extras, root)
+    for name in extras:
+        others = [other for other in extras if other != name]
+        smaller[f"WITH={name}"] = needed(script, model, device, others, root)
 
-    Args:
-        terms: those of TERMS that the copy has.
-    """
-    pins = (ROOT / "requirements-tpu.txt").read_text().splitlines()
-    libtpu = next(line.split()[0] for line in pins if not line.startswith("#"))
-    runs_on_tpus = device in ("", "xla")
-    choice = ""
-    if script in ("glue", "pretrain"):
-        choice += f" --model {model}"
-    if not runs_on_tpus:
-        choice += f" --device {device}"
-    install = "pip install -r requirements.txt"
+    found = []
+    for given, (left, left_modules) in smaller.items():
+        lines = requirements(modules, root)[0]
+        left_lines = requirements(left_modules, root)[0]
+        names = [line.split("==")[0] for line in lines if line not in left_lines]
+        only_its_own = [file for file in files if file not in left]
+        if only_its_own:
+            found.append(readme.Removable(given, only_its_own, names))
+    return found
+
+
+def left_out(script: str, device: str, extras: Sequence[str]) -> list[str]:
+    """Returns the arguments that would bring more to a copy of this script."""
+    arguments = []
+    if device:
+        arguments.append("DEVICE=cpu" if device == "xla" else "DEVICE=xla")
+    arguments += [f"WITH={name}" for name in EXTRAS if name not in extras]
+    return [argument for argument in arguments if optional.of_use(argument, script)]
+
+
+def write(copy: readme.Copy, to: Path, plain: list[str], torchrec: list[str]) -> None:
+    """Writes a copy into a folder."""
+    for file in copy.files:
+        (to / file).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(copy.root / file, to / file)
+    (to / "requirements.txt").write_text("\n".join(plain) + "\n")
     if torchrec:
-        install += " && pip install --no-deps -r requirements-torchrec.txt"
-    on_tpus = "For TPUs: copy it with DEVICE=xla. `make data` is in the repository."
-    if runs_on_tpus:
-        on_tpus = (
-            "torch_xla is linked to libpython: on Debian and Ubuntu "
-            "`sudo apt-get install -y libpython3.11`.\n"
-            f"On a TPU VM: `pip install {libtpu}`, then a preset with `--data`. "
-            "`make data` is in the repository."
-        )
-    listed = ", ".join(str(file) for file in files if file.name != "__init__.py")
-    of_the_zoo = "The XLA model zoo has no LICENSE yet: ask its owner for its terms."
-    if "LICENSE" in terms:
-        of_the_zoo = "LICENSE is that of the XLA model zoo: it stays with its code."
-    if "CITATION.cff" in terms:
-        of_the_zoo += " CITATION.cff says how to cite it."
-    return "\n".join(
-        [
-            f"# train/{script}.py{choice}, a copy of the XLA model zoo's",
-            "",
-            f"    python3.11 -m venv .venv && . .venv/bin/activate && {install}",
-            f"    python -m train.{script} tiny{choice}      # a trial on synthetic data",
-            f"    python -m train.{script} tiny --help          # all flags",
-            "",
-            on_tpus,
-            f"Files: {listed}.",
-            "Change train/ and models/ as you like; train/common/run.py says which order of a "
-            "step's end must stay.",
-            "Files of docs/ and tests/ that comments and messages name are in the repository, not "
-            "here.",
-            of_the_zoo,
-            "",
-        ]
-    )
+        (to / "requirements-torchrec.txt").write_text("\n".join(torchrec) + "\n")
+
+    for name in copy.terms:
+        shutil.copyfile(copy.root / name, to / name)
+    (to / "README.md").write_text(readme.readme(copy))
+    for name in ("Makefile", "pytest.ini"):
+        shutil.copyfile(copy.root / "copied" / name, to / name)
+    (to / "tests").mkdir()
+    test = tests.source(copy.script, copy.model, copy.device)
+    (to / "tests" / f"test_{copy.script}.py").write_text(test)
 
 
 def copy(
@@ -232,19 +229,20 @@ def copy(
         sys.exit(f"error: TO={to} is there and not an empty folder; give another, or empty it")
 
     files, modules = needed(script, model, device, extras, root)
-    plain, torchrec = requirements(modules, root)
-    terms = [name for name in TERMS if (root / name).exists()]
+    plain, torchrec = requirements({*modules, "pytest"}, root)
+    made = readme.Copy(
+        script=script,
+        model=model if script in CHOOSES_MODEL else "",
+        device=device,
+        files=files,
+        root=root,
+        torchrec=bool(torchrec),
+        removable=removable(script, model, device, extras, root),
+        left_out=left_out(script, device, extras),
+        terms=[name for name in TERMS if (root / name).exists()],
+    )
     try:
-        for file in files:
-            (to / file).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(root / file, to / file)
-        (to / "requirements.txt").write_text("\n".join(plain) + "\n")
-        if torchrec:
-            (to / "requirements-torchrec.txt").write_text("\n".join(torchrec) + "\n")
-        for name in terms:
-            shutil.copyfile(root / name, to / name)
-        page = readme(script, model, device, files, bool(torchrec), terms)
-        (to / "README.md").write_text(page)
+        write(made, to, plain, torchrec)
     except OSError as error:
         reason = error.strerror or error
         sys.exit(

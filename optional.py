@@ -29,6 +29,9 @@ class Part:
             has it.
         of: models that alone have it, such as "MODEL=dlrm"; none: all.
         needed_by: the flags that need it; {asked} is what the caller of `load` fills in.
+        gives: what a copy can do by it, for its README; "": another part of the same argument of
+            `make copy` says so.
+        scripts: those that it is of use for; none: all.
         missing: the sentence of the InputError that `load` raises where it is missing; it may name
             {needed_by}, {entry}, {given}, {asked} and the {error} of the import.
         entry: the module that `load` imports; "": the first of `modules`.
@@ -42,6 +45,8 @@ class Part:
     modules: tuple[str, ...]
     given: tuple[str, ...]
     needed_by: str
+    gives: str = ""
+    scripts: tuple[str, ...] = ()
     of: tuple[str, ...] = ()
     missing: str = NOT_IN_THIS_COPY
     entry: str = ""
@@ -90,24 +95,33 @@ PARTS = (
         modules=("train.common.watch",),
         given=("WITH=watch",),
         needed_by="--profile, --stall-after, --price, --tracker, --report or --kill-at",
+        gives="curves, profiles, the watchdog and other things that change no number",
     ),
     Part(
         name="sharding",
         modules=("train.common.sharding",),
         given=("WITH=sharding",),
         needed_by="--mesh, --shard-state or --remat",
+        gives=(
+            "layers and optimizer state sharded over devices (`--mesh`, `--shard-state`, `--remat`)"
+        ),
+        scripts=("resnet50", "transformer", "glue", "pretrain"),
     ),
     Part(
         name="hub_images",
         modules=("data.hub_images",),
         given=("WITH=hub_images",),
         needed_by="{asked}",  # a data set of the hub, or a folder of tables
+        gives="images from the Hugging Face hub",
+        scripts=("resnet50",),
     ),
     Part(
         name="shards",
         modules=("data.shards",),
         given=("WITH=shards",),
         needed_by="{asked}",  # a folder or URL of shards
+        gives="images in parquet files, from a bucket",
+        scripts=("resnet50",),
     ),
     # `make predict`, and what it needs for each kind of export.
     Part(
@@ -115,6 +129,8 @@ PARTS = (
         modules=("train.predict",),
         given=("WITH=predict",),
         needed_by="make predict",
+        gives="predictions, `python -m train.predict new --model-dir runs/<name>/export --data …`",
+        scripts=("resnet50", "dlrm", "glue"),
     ),
     Part(
         name="predict_pictures",
@@ -163,6 +179,7 @@ PARTS = (
         whole=False,
         given=("DEVICE=xla",),
         needed_by="--device xla",
+        gives="TPUs, and XLA on this machine (`--device xla`)",
         missing=NO_DEVICE,
         foreign=True,
     ),
@@ -171,6 +188,7 @@ PARTS = (
         modules=("train.common.eager",),
         given=("DEVICE=cpu", "DEVICE=cuda"),
         needed_by="--device cpu or cuda",
+        gives="plain PyTorch, on the CPU or a GPU (`--device cpu`, `--device cuda`)",
         missing=NO_DEVICE,
         foreign=True,
     ),
@@ -226,6 +244,18 @@ def names(argument: str) -> list[str]:
             if key == argument and value not in found:
                 found.append(value)
     return found
+
+
+def gives(argument: str) -> str:
+    """Returns what an argument of `make copy`, such as "WITH=watch", makes a copy able to do."""
+    (text,) = [each.gives for each in PARTS if argument in each.given and each.gives]
+    return text
+
+
+def of_use(argument: str, script: str) -> bool:
+    """Tells whether an argument of `make copy`, such as "WITH=shards", is of use for a script."""
+    (found,) = [each for each in PARTS if argument in each.given and each.gives]
+    return not found.scripts or script in found.scripts
 
 
 def in_copy(given: Set[str]) -> list[Part]:

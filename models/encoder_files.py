@@ -76,16 +76,18 @@ def open_checkpoint(folder: str, model: str, compiled: bool = True) -> Checkpoin
 
     Args:
         folder: local folder or hub id.
-        model: the encoder that it must be, a name of models/encoders; "auto": any.
+        model: the encoder that it must be, a name of models/encoders; "auto": any, for which a copy
+            of a script needs no record but that of the checkpoint.
         compiled: whether its steps are compiled programs, see `architectures.check`.
 
     Raises:
         InputError: it cannot be read, is another architecture or one that does not run here, or has
             another model's tokenizer.
     """
-    encoder = encoders.by_name(model)
-    if encoder.read_folder is None:
-        checkpoint = _open_folder(folder, model, compiled)
+    encoder = None if model == "auto" else encoders.by_name(model)
+    if encoder is None or encoder.read_folder is None:
+        expected = encoder.architecture if encoder else ""
+        checkpoint = _open_folder(folder, expected, model, compiled)
     else:
         config, weights, tokenizer = encoder.read_folder(folder)
         checkpoint = Checkpoint(config, tokenizer, Source(folder, weights))
@@ -101,9 +103,12 @@ def open_checkpoint(folder: str, model: str, compiled: bool = True) -> Checkpoin
     return checkpoint
 
 
-def _open_folder(folder: str, model: str, compiled: bool) -> Checkpoint:
-    """Opens a checkpoint of transformers, see `open_checkpoint`."""
-    expected = encoders.by_name(model).architecture
+def _open_folder(folder: str, expected: str, model: str, compiled: bool) -> Checkpoint:
+    """Opens a checkpoint of transformers, see `open_checkpoint`.
+
+    Args:
+        expected: the architecture that it must be, by transformers' name; "": any.
+    """
     try:
         if folder.startswith(("/", ".")) and not os.path.isdir(folder):
             raise OSError("there is no such folder; give one, or a hub id")

@@ -1,5 +1,6 @@
 """copy_model.py: a copy of a script has exactly the files that it needs, and trains where it is."""
 
+import ast
 import json
 import os
 import re
@@ -9,10 +10,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from copies import passed_tests
 from predicting import command, write_classifier, write_lines, write_network, write_pictures
 from run_make import make
 
 import copy_model
+import optional
 from models import encoders
 
 ENCODERS = ("bert", "distilbert", "roberta", "xlnet", "fairseq-roberta")
@@ -126,7 +129,7 @@ def project(tmp_path) -> Path:
     """The project's files by links, in a folder to which a test adds some."""
     root = tmp_path / "project"
     root.mkdir()
-    names = ["train", "models", "data", "errors.py", "optional.py"]
+    names = ["train", "models", "data", "errors.py", "optional.py", "copied"]
     names += [path.name for path in copy_model.ROOT.glob("requirements*.txt")]
     for name in names:
         (root / name).symlink_to(copy_model.ROOT / name)
@@ -155,6 +158,105 @@ def test_a_copy_of_a_project_without_license_says_so(project, tmp_path):
     assert "CITATION.cff" not in readme
 
 
+# ---- the README of a copy ------------------------------------------------------------------------
+@pytest.mark.parametrize("what", COPIES)
+def test_the_readme_says_of_each_file_what_it_is(what, tmp_path):
+    files = copied(what, tmp_path)
+
+    readme = (tmp_path / "README.md").read_text()
+    for file in files:
+        text = (tmp_path / file).read_text()
+        if text:
+            first_words = ast.get_docstring(ast.parse(text)).split()[:3]
+            row = f"| [{file}]({file}) | {' '.join(first_words)}"
+            assert row in readme, file
+
+
+@pytest.mark.parametrize("what", COPIES)
+def test_the_readme_has_the_lines_to_change_first(what, tmp_path):
+    copied(what, tmp_path)
+
+    readme = (tmp_path / "README.md").read_text()
+    named = re.findall(r"\[(\S+):(\d+)\]\(\1#L\2\) `(\w+)`", readme)
+    assert len(named) == 7
+    for file, number, name in named:
+        line = (tmp_path / file).read_text().splitlines()[int(number) - 1]
+        assert re.match(rf"(def|class) {name}\b", line), (file, number, name)
+    script = "pretrain" if what.endswith(" pretrain") else copy_model.SCRIPTS[what]
+    assert f"tests/test_{script}.py) `TRIAL`" in readme
+    assert "\nTRIAL = " in (tmp_path / f"tests/test_{script}.py").read_text()
+
+
+def test_the_readme_names_the_page_and_what_was_left_out(tmp_path):
+    copied("resnet50", tmp_path, device="cpu", extras=("watch",))
+
+    readme = (tmp_path / "README.md").read_text()
+    assert (copy_model.ROOT / "docs/your_task.md").exists()
+    assert "docs/your_task.md" in readme
+    left_out = readme.split("## What was left out")[1]
+    for name in optional.names("WITH"):
+        assert (f"`WITH={name}`" in left_out) == (name != "watch"), name
+    assert "`DEVICE=xla`" in left_out
+
+
+def test_the_readme_leaves_out_what_is_of_no_use(tmp_path):
+    copied("transformer", tmp_path)
+
+    readme = (tmp_path / "README.md").read_text()
+    assert "WITH=sharding" in readme
+    assert "WITH=predict" not in readme
+    assert "WITH=shards" not in readme
+
+
+def rows(readme: str, heading: str) -> dict[str, str]:
+    """Returns the table under a heading of a README: first cell -> second cell."""
+    section = readme.split(f"## {heading}\n")[1].split("\n## ")[0]
+    lines = [line for line in section.splitlines() if line.startswith("|")]
+    found = {}
+    for line in lines[2:]:
+        first, second = line.strip("| ").split(" | ")
+        found[first] = second
+    return found
+
+
+def delete(folder: Path, cell: str) -> None:
+    """Deletes what a cell of the README's table names: files and folders."""
+    for name in re.findall(r"`([^`]+)`", cell):
+        path = folder / name
+        if name.endswith("/"):
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+
+
+def test_what_the_readme_lets_one_delete_costs_what_it_says(tmp_path):
+    copied("resnet50", tmp_path, extras=("hub_images",))
+    prices = rows((tmp_path / "README.md").read_text(), "What can be deleted")
+    assert len(prices) == 3
+
+    for cell, price in prices.items():
+        if "--device xla" not in price:
+            delete(tmp_path, cell)
+
+    refused = train(tmp_path, "resnet50", CIFAR, "--device cpu").stderr
+    assert re.search("error: .*cifar10 needs data.hub_images.*\nexit code 2", refused), refused
+    assert re.search("error: --device is cpu, but .*\nexit code 2", refused), refused
+
+
+@pytest.mark.parametrize(("without", "device"), [("xla", "cpu"), ("cpu", "xla")])
+def test_a_copy_without_a_device_is_what_that_deletion_leaves(without, device, tmp_path):
+    """So what is tested of a copy for one device holds for what is left."""
+    files = copied("dlrm", tmp_path / "all")
+    prices = rows((tmp_path / "all/README.md").read_text(), "What can be deleted")
+
+    (cell,) = [cell for cell, price in prices.items() if f"--device {without}" in price]
+    delete(tmp_path / "all", cell)
+
+    left = {file for file in files if (tmp_path / "all" / file).exists()}
+    assert left == copied("dlrm", tmp_path / "one", device=device)
+
+
+# ---- training in a copy --------------------------------------------------------------------------
 TRAINED = ["bert"]
 for what in COPIES:
     if what != "bert":
@@ -203,6 +305,70 @@ def test_a_copy_for_one_device_leaves_out_the_other_and_trains(device, other, tm
     assert "auc" in result.stdout, result.stderr
 
 
+# ---- the test of a copy --------------------------------------------------------------------------
+# All that can be copied, for all devices and for one without torch_xla; and the other devices.
+TESTED = [("dlrm", "cpu")]
+for what in COPIES:
+    for device in ("", "cpu"):
+        if (what, device) not in TESTED:
+            TESTED.append(pytest.param(what, device, marks=pytest.mark.slow))
+for device in ("xla", "cuda"):  # cuda: on the CPU where there is no GPU
+    TESTED.append(pytest.param("dlrm", device, marks=pytest.mark.slow))
+
+
+@pytest.mark.parametrize(("what", "device"), TESTED)
+def test_a_copy_passes_its_own_tests(what, device, tmp_path):
+    folder = tmp_path / "mine"
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    copied(what, folder, device=device)
+
+    assert passed_tests(folder, scratch, with_xla=device in ("", "xla")) == 4
+
+
+# A line of the script, what it is broken to, and the test that finds it.
+BROKEN = [
+    ("    loss.backward()\n", "    (0 * loss).backward()\n", "test_it_learns"),
+    (
+        "        seed=config.seed,\n",
+        '        seed=int.from_bytes(__import__("os").urandom(4)),\n',
+        "test_a_stopped_run_ends_as_one_that_was_not",
+    ),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("line", "broken", "test"), BROKEN, ids=["loss", "seed"])
+def test_the_test_of_a_copy_can_fail(line, broken, test, tmp_path):
+    folder = tmp_path / "mine"
+    copied("dlrm", folder, device="cpu")
+    script = folder / "train/dlrm.py"
+    text = script.read_text()
+    assert text.count(line) == 1
+    script.write_text(text.replace(line, broken))
+
+    with pytest.raises(AssertionError) as failed:
+        passed_tests(folder, tmp_path, with_xla=False)
+
+    assert "1 failed, 3 passed" in str(failed.value)
+    assert f"::{test} " in str(failed.value)
+
+
+@pytest.mark.parametrize("device", ["", "xla", "cpu", "cuda"])
+@pytest.mark.parametrize("what", COPIES)
+def test_the_test_of_a_copy_is_well_formed(what, device, tmp_path):
+    copied(what, tmp_path, device=device)
+
+    settings = ["--config", str(copy_model.ROOT / "pyproject.toml")]
+    for words in (["check"], ["format", "--check"]):
+        ruff = [sys.executable, "-m", "ruff", *words, *settings, str(tmp_path / "tests")]
+        result = subprocess.run(ruff, capture_output=True, text=True)
+        assert result.returncode == 0, result.stdout
+    requirements = (tmp_path / "requirements.txt").read_text()
+    assert "\npytest==" in requirements
+
+
+# ---- what a copy comes without -------------------------------------------------------------------
 CIFAR = "--data uoft-cs/cifar10"
 
 

@@ -358,7 +358,7 @@ def files_that_name_pages() -> list[Path]:
     found = [ROOT / "Makefile", ROOT / "Dockerfile", ROOT / "copy_model.py", ROOT / "errors.py"]
     found += sorted(ROOT.glob("requirements*.txt"))
     found += sorted((ROOT / "tests").glob("*.py"))
-    for folder in (*FOLDERS, "docs", "examples", "notebooks"):
+    for folder in (*FOLDERS, "copied", "docs", "examples", "notebooks"):
         for path in (ROOT / folder).rglob("*"):
             if path.suffix in (".py", ".sh", ".yaml", ".ipynb"):
                 found.append(path)
@@ -652,7 +652,7 @@ def clean(tmp_path, monkeypatch) -> Callable[..., str]:
     """clean("VENV=mine"): runs `make clean` in a copy of the project that has environments of all
     kinds; returns its standard error. The shell has VENV=made."""
     shutil.copy(ROOT / "Makefile", tmp_path)
-    of_the_project = (*FOLDERS, "docs", "examples", "tests")
+    of_the_project = (*FOLDERS, "docs", "examples", "copied", "tests")
     for name in (*of_the_project, "mine", "linked", "runs"):
         (tmp_path / name / "__pycache__").mkdir(parents=True)
         (tmp_path / name / "__pycache__/a.cpython-311.pyc").touch()

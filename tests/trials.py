@@ -9,7 +9,8 @@ from typing import Any
 import torch.nn.functional as F
 from helpers import Stop
 
-from tpu.accept.expected import LEARNED
+from copied import convergence
+from copied.convergence import Ranges
 from train import dlrm, glue, pretrain, resnet50, transformer
 
 
@@ -38,11 +39,6 @@ class Trial:
     """A script, and how its shared tests run it."""
 
     script: ModuleType
-    learns: Any  # a trial run that reaches `learned`
-    learned: dict[str, tuple[float, float]]  # ranges of its final metrics
-    # Changes for a run of rate 0; weights that do not move are the same after a few steps.
-    still: dict[str, Any]
-    untrained: dict[str, tuple[float, float]]  # the ranges that it stays in; outside `learned`
     short: Any  # a run that logs every step, for comparisons bit for bit
     checkpoints: tuple[int, ...]  # steps of those that it keeps
     kill: Stop  # when it gets SIGKILL
@@ -60,24 +56,37 @@ class Trial:
     # Changes that make the loss infinite.
     diverges: dict[str, Any] = field(default_factory=lambda: {"lr": 1e30})
 
+    @property
+    def _convergence(self) -> convergence.Convergence:
+        return convergence.OF_SCRIPTS[self.script.__name__.rpartition(".")[2]]
 
-TRANSLATES = replace(
-    transformer.TINY,
-    batch_tokens=2048,
-    updates=260,
-    warmup_updates=80,
-    eval_every=1000,
-    save_every=8,
-)
-MASKS = replace(pretrain.TINY, steps=160, warmup_steps=40, eval_every=1000)
+    @property
+    def learns(self) -> Any:
+        """A trial run that reaches `learned`."""
+        return replace(self.script.TINY, **self._convergence.learns)
+
+    @property
+    def learned(self) -> Ranges:
+        """The ranges of its final metrics."""
+        return self._convergence.learned
+
+    @property
+    def still(self) -> dict[str, Any]:
+        """Changes for a run of rate 0."""
+        return self._convergence.still
+
+    @property
+    def untrained(self) -> Ranges:
+        """The ranges that this stays in; outside of `learned`."""
+        return self._convergence.untrained
+
+
+TRANSLATES = replace(transformer.TINY, **convergence.OF_SCRIPTS["transformer"].learns)
+MASKS = replace(pretrain.TINY, **convergence.OF_SCRIPTS["pretrain"].learns)
 
 TRIALS = {
     "resnet50": Trial(
         script=resnet50,
-        learns=replace(resnet50.TINY, eval_every=8),
-        learned=LEARNED["resnet50"],
-        still={"epochs": 1, "warmup_epochs": 0.0},
-        untrained={"top1": (0.0, 0.3)},
         short=replace(resnet50.TINY, epochs=2, log_every=1, save_every=10),
         checkpoints=(50, 60, 64),
         kill=Stop(step=45, saved=40),  # in the second epoch
@@ -96,10 +105,6 @@ TRIALS = {
     ),
     "dlrm": Trial(
         script=dlrm,
-        learns=replace(dlrm.TINY, log_every=16, save_every=48),
-        learned=LEARNED["dlrm"],
-        still={},
-        untrained={"auc": (0.4, 0.6)},
         short=replace(dlrm.TINY, warmup_steps=20, log_every=1, save_every=48),
         checkpoints=(240, 256),
         kill=Stop(step=112, saved=96),
@@ -117,10 +122,6 @@ TRIALS = {
     ),
     "glue": Trial(
         script=glue,
-        learns=replace(glue.TINY, epochs=1.5, log_every=16),
-        learned=LEARNED["glue"],
-        still={"lengths": (32,), "epochs": 0.1},
-        untrained={"accuracy": (0.4, 0.6), "loss": (0.6, 1.0)},
         short=replace(glue.TINY, lengths=(32,), epochs=0.25, log_every=1, eval_every=5),
         checkpoints=(16,),
         kill=Stop(step=9, saved=5),
@@ -133,10 +134,6 @@ TRIALS = {
     ),
     "transformer": Trial(
         script=transformer,
-        learns=TRANSLATES,
-        learned=LEARNED["transformer"],
-        still={"updates": 10},
-        untrained={"bleu": (0.0, 1.0), "ppl": (50.0, 1000.0)},
         # Its export is the mean of the last three checkpoints.
         short=replace(TRANSLATES, lengths=(16,), updates=26, log_every=1, save_every=4, keep=3),
         checkpoints=(16, 20, 24, 26),  # the last one is between two
@@ -152,10 +149,6 @@ TRIALS = {
     ),
     "pretrain": Trial(
         script=pretrain,
-        learns=MASKS,
-        learned=LEARNED["pretrain"],
-        still={"steps": 2},
-        untrained={"accuracy": (0.0, 0.1), "loss": (4.5, 10.0)},
         short=replace(MASKS, steps=10, warmup_steps=5, log_every=1, eval_every=4, keep=3),
         checkpoints=(4, 8, 10),
         kill=Stop(step=7, saved=4),
