@@ -354,8 +354,9 @@ def test_the_test_of_a_copy_can_fail(line, broken, test, tmp_path):
     assert f"::{test} " in str(failed.value)
 
 
-@pytest.mark.parametrize("device", ["", "xla", "cpu", "cuda"])
-@pytest.mark.parametrize("what", COPIES)
+@pytest.mark.parametrize(
+    ("what", "device"), [*((what, "") for what in COPIES), ("dlrm", "cpu"), ("dlrm", "cuda")]
+)
 def test_the_test_of_a_copy_is_well_formed(what, device, tmp_path):
     copied(what, tmp_path, device=device)
 
@@ -524,7 +525,7 @@ ENCODER = Encoder(
 def with_electra(tmp_path_factory) -> Path:
     """Returns the project with one encoder more: a file, and a line."""
     root = tmp_path_factory.mktemp("project")
-    for name in ("train", "models", "data"):
+    for name in ("train", "models", "data", "copied", "tpu"):
         shutil.copytree(copy_model.ROOT / name, root / name)
     for name in ("errors.py", "optional.py", "copy_model.py", "Makefile"):
         shutil.copy(copy_model.ROOT / name, root)

@@ -14,6 +14,14 @@ from errors import InputError
 
 ROOT = Path(__file__).parent.parent
 OF_ENCODERS = [optional.encoder(name) for name in optional.ENCODERS]
+# A script, and a model of it.
+SCRIPTS = {
+    "resnet50": "resnet50",
+    "dlrm": "dlrm",
+    "transformer": "transformer",
+    "glue": "bert",
+    "pretrain": "bert",
+}
 OF_THE_PROJECT = [part for part in optional.PARTS if part.given]
 
 
@@ -109,6 +117,29 @@ def test_a_copy_has_a_part_only_where_it_is_asked_for(model):
 def test_pages_name_what_a_copy_can_have(page):
     given = f'WITH="{" ".join(optional.names("WITH"))}"'
     assert given in (ROOT / page).read_text()
+
+
+@pytest.mark.parametrize("name", optional.names("WITH"))
+def test_the_readme_says_what_each_of_with_gives(name):
+    readme = " ".join((ROOT / "README.md").read_text().split())
+    said = optional.gives(f"WITH={name}")
+    assert f"* `{name}`: {said}" in readme
+
+
+def test_what_is_of_use_for_images_alone_is_loaded_there_alone():
+    for name in ("hub_images", "shards"):
+        loading = f'optional.load("{name}"'
+        for script, model in SCRIPTS.items():
+            files, _ = copy_model.needed(script, model)
+            texts = [(ROOT / file).read_text() for file in files]
+            is_used = any(loading in text for text in texts)
+            assert optional.of_use(f"WITH={name}", script) == is_used, (name, script)
+
+
+def test_sharding_is_of_use_for_the_scripts_with_its_flags():
+    for script in SCRIPTS:
+        has_flags = "layout: Layout" in (ROOT / f"train/{script}.py").read_text()
+        assert optional.of_use("WITH=sharding", script) == has_flags, script
 
 
 def test_help_names_what_a_copy_can_have():
