@@ -9,13 +9,15 @@ import optional
 
 PAGE = "docs/your_task.md"
 
-# The class of a script's training data: what data of your own takes the place of.
+# The class of a script's training data, or of one of its models': what data of your own takes the
+# place of.
 DATA_SETS = {
     "resnet50": ("data/imagenet.py", "Images"),
     "dlrm": ("data/criteo.py", "ClickLog"),
     "transformer": ("data/wmt.py", "TranslationPairs"),
     "glue": ("data/sentences.py", "Encoded"),
     "pretrain": ("data/pretraining.py", "MaskedText"),
+    "pretrain xlnet": ("data/pretraining.py", "PermutedText"),
 }
 
 # What is changed for a task of one's own, in this order -> the name of it in a script.
@@ -169,7 +171,8 @@ def places(copy: Copy) -> list[str]:
         if name not in lines:
             name = INSTEAD[name]
         if name == "open_data":
-            file, data_set = DATA_SETS[copy.script]
+            of_model = f"{copy.script} {copy.model}"
+            file, data_set = DATA_SETS.get(of_model, DATA_SETS[copy.script])
             line = definitions(copy.root / file)[data_set]
             add("the data: a class with `__len__`, and `example` or `batch`", file, line, data_set)
         add(what, script, lines[name], name)
