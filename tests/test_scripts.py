@@ -326,7 +326,7 @@ FINITE = "loss is (nan|inf) at step .*the training diverged.*lower --lr"
 SAVED = r"is not finite at step \d+: .*nothing is saved; .*lower --lr"
 
 
-@quick_scripts
+@quick_dlrm
 @pytest.mark.parametrize(
     ("changes", "pattern"),
     [({}, FINITE), ({"log_every": 10**6, "save_every": 1}, SAVED)],

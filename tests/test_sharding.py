@@ -533,7 +533,7 @@ def begun_again(run: Finished, tmp_path, layout: Layout):
     return replace(run.config, layout=layout, runs=str(tmp_path))
 
 
-@pytest.mark.slow  # the next test resumes one on two devices
+@pytest.mark.slow  # test_a_run_resumes_under_another_layout has a quick case
 def test_a_resumed_run_gives_the_numbers_of_one_not_stopped(cut, tmp_path, capsys):
     assert pretrain.main(begun_again(cut, tmp_path, ALL)) == cut.metrics
     assert "resuming after step 3" in capsys.readouterr().out
@@ -542,7 +542,7 @@ def test_a_resumed_run_gives_the_numbers_of_one_not_stopped(cut, tmp_path, capsy
 
 
 @pytest.mark.parametrize(
-    ("devices", "layout"), [slow(8, OF_1_3B), (2, Layout("data = 1, model= 2"))]
+    ("devices", "layout"), [slow(8, OF_1_3B), slow(2, Layout("data = 1, model= 2"))]
 )
 def test_a_checkpoint_and_an_export_do_not_know_the_layout(devices, layout, cut, tmp_path):
     config = begun_again(cut, tmp_path, layout)
