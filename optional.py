@@ -95,7 +95,7 @@ PARTS = (
         modules=("train.common.watch",),
         given=("WITH=watch",),
         needed_by="--profile, --stall-after, --price, --tracker, --report or --kill-at",
-        gives="curves, profiles, the watchdog and other things that change no number",
+        gives="curves, the bar, profiles, the watchdog and other things that change no number",
     ),
     Part(
         name="sharding",

@@ -21,10 +21,12 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # XLA's warnings about its o
 # programs of all tests (2,048 are kept by default) it ends in a segmentation fault.
 os.environ.setdefault("XLA_COMPILATION_CACHE_SIZE", "100")
 
-# A shell ignores it in what it runs in the background, and processes that tests start and interrupt
-# would inherit that.
+# A shell ignores the first in what it runs in the background, and nohup the second: processes that
+# tests start and interrupt would inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 import pytest
 

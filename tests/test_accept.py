@@ -824,7 +824,7 @@ def result(recipe: str, **changes: object) -> dict:
     return {**made, **changes}
 
 
-TPU = {"kind": "TPU v6 lite", "devices": 8, "hosts": 1}
+TABLED = {"kind": "TPU v6 lite", "devices": 8, "hosts": 1}
 
 
 def accepted(folder: Path, name: str, *checks: dict) -> Path:
@@ -832,7 +832,7 @@ def accepted(folder: Path, name: str, *checks: dict) -> Path:
     content = {
         "written_by": "tpu.accept",
         "format": 1,
-        "hardware": TPU,
+        "hardware": TABLED,
         "git": {"version": "v1.2"},
         "checks": list(checks),
     }
@@ -898,7 +898,7 @@ def grid(folder: Path, script: str, preset: str, words: str, **changes: object) 
         for seed in ("0", "1"):
             flags = [*words.split(), "--lr", lr, "--seed", seed]
             values = {"lr": lr, "seed": seed}
-            runs.append({"values": values, "flags": flags, "devices": TPU, "version": "v1.3"})
+            runs.append({"values": values, "flags": flags, "devices": TABLED, "version": "v1.3"})
     best = {
         "values": {"lr": "3e-5"},
         "n": 2,
@@ -995,7 +995,7 @@ def summary(folder: Path, **changes: object) -> Path:
         "name": "r",
         "version": "v1.2-dirty",
         "command": command,
-        "devices": TPU,
+        "devices": TABLED,
         "metrics": {"top1": 0.7634, "loss": None},
         "elapsed_seconds": 9000.0,
         **changes,

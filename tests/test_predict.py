@@ -999,7 +999,8 @@ def test_a_path_that_is_no_text_is_one_line_of_json(network, tmp_path, capsys):
 def test_make_predict_ends_quietly_with_its_reader(classifier, tmp_path):
     """`| head` closes the pipe while answers are still written."""
     data = write_lines(tmp_path / "new.txt", random_texts(600))
-    arguments = f"MODEL_DIR='{classifier}' DATA='{data}' DEVICE=cpu ARGS='--batch-size 8'"
+    arguments = f"MODEL_DIR='{classifier}' DATA='{data}' DEVICE=cpu "
+    arguments += "ARGS='--batch-size 8 --precision float32'"
     shell = f"make predict {arguments} | head -n 1; echo ${{PIPESTATUS[0]}}"
     variables = environment(1)
     for name in NOT_HANDED_ON:
