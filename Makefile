@@ -91,7 +91,7 @@ help:
 	@echo 'make doctor                                  what is here, what is missing: each line ok, or what to do'
 	@echo 'make accept TPU=my-tpu                       the first 15 minutes on a new kind of TPU: all that is promised, tried'
 	@echo 'make compile MODEL=bert TOPOLOGY=v5e:2x4     does it fit that TPU? by its own compiler, on this machine'
-	@echo 'make test                                    all tests: 25 minutes on two CPU cores'
+	@echo 'make test                                    all tests: 15 minutes on two CPU cores'
 	@echo 'make guards                                  the steps cost the TPU what they did, by its compiler: 8 to 18 minutes'
 	@echo 'make test-all                                and the slow ones'
 	@echo 'make bench BENCH=step_time                   a side-by-side benchmark: $(BENCHES)'
