@@ -1025,6 +1025,16 @@ def test_what_is_checked_before_step_1_has_the_evaluations_masks(mesh, monkeypat
     assert drawn == pytest.approx(expected_draws(7), rel=1e-6)
 
 
+def test_an_update_of_other_micro_batches_is_refused(mesh):
+    """The mean of its gradients would be divided by the wrong number."""
+    state = SimpleNamespace(model=device.to_device(nn.Linear(2, 1), mesh))
+    step = accumulate.AccumulatedStep(None, None, state, ("loss",), mesh)
+    one_micro_batch = SimpleNamespace(left=1, first=1)
+
+    with pytest.raises(ValueError, match="yields 1 micro-batches.*update_every is 2"):
+        step(state, one_micro_batch, SimpleNamespace(update_every=2), mesh)
+
+
 # ---- losses and metrics: the Transformer ---------------------------------------------------------
 @pytest.fixture
 def number_as_bleu(monkeypatch) -> None:
