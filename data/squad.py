@@ -238,6 +238,8 @@ def version_of(data: str) -> str:
     """Returns the version of SQuAD that the name of data says, or the names of its files; "" where
     they say none, or several."""
     name = data.rstrip("/").rpartition("/")[2]
+    if data in ("", "synthetic"):
+        return ""
     if data == HUB_1:
         return "1.1"
     if NAME_2.search(name):

@@ -154,17 +154,23 @@ def recipe_of(config: Config) -> QuestionAnswering:
     return recipe.of_data(config.version == "2.0")
 
 
-def validate(config: Config) -> Config:
-    """Returns the config with the model's recipe where a field is None; raises InputError where a
-    value is outside its range."""
-    cli.need_data(config, "SQuAD's files, rajpurkar/squad, or a file of your own in their format")
+def with_recipe(config: Config) -> Config:
+    """Returns the config with the recipe's numbers where a field is None, and with the version that
+    the name of --data says."""
     if not config.version and not config.evaluate:
         config = replace(config, version=squad.version_of(config.data))
     recipe = recipe_of(config)
     for name in OF_RECIPE:
         if getattr(config, name) is None:
             config = replace(config, **{name: getattr(recipe, name)})
+    return config
 
+
+def validate(config: Config) -> Config:
+    """Returns the config with the model's recipe where a field is None; raises InputError where a
+    value is outside its range."""
+    cli.need_data(config, "SQuAD's files, rajpurkar/squad, or a file of your own in their format")
+    config = with_recipe(config)
     cli.at_least(config, 1, "max_length", "max_question", "n_best", "max_answer")
     cli.at_least(config, 1, "batch_size", "update_every", "log_every", "keep")
     cli.at_least(config, 0, "stride", "lr", "weight_decay", "eval_every", "save_every", "seed")
