@@ -1,4 +1,4 @@
-"""The five scripts as the shared tests see them: small configurations, and what is known of their
+"""The scripts as the shared tests see them: small configurations, and what is known of their
 runs."""
 
 from collections.abc import Callable

@@ -52,9 +52,7 @@ class Config:
     split: str = ""  # of --data, with --evaluate: train, valid, test; "": as in training
     checkpoint: str = ""  # HF hub id or folder; "": the recipe's
     max_length: int | None = None  # tokens of a row: question and window; None: the recipe
-    stride: int = (
-        128  # tokens that neighbouring windows share (BERT's doc_stride is their distance)
-    )
+    stride: int = 128  # tokens that neighbouring windows share; not BERT's doc_stride: docs/data.md
     max_question: int = 64  # tokens that a question is cut to
     n_best: int = 20  # candidates for an answer, and first and last tokens that make them
     max_answer: int = 30  # tokens of the longest answer

@@ -70,7 +70,6 @@ SCRIPTS = (
         kill_at=100,  # after 73
         long="--epochs 100000 --eval-every 10000000 --log-every 5",
         label="BERT, question answering",
-        why_not="make accept has no questions of its own yet",
     ),
     Script(
         "pretrain",
