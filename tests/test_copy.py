@@ -410,9 +410,10 @@ PREDICTS = {
     "resnet50": {"pictures"},
     "bert": {"sentences", "submission"},
     "auto": {"sentences", "submission"},
+    "bert squad": {"answers"},
     "dlrm": {"clicks"},
 }
-EVERY_KIND = {"pictures", "sentences", "submission", "clicks"}
+EVERY_KIND = {"pictures", "sentences", "submission", "answers", "clicks"}
 
 
 @pytest.mark.parametrize("model", PREDICTS)

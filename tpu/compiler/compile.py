@@ -378,7 +378,7 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("model", choices=MODELS)
     add("preset", nargs="?", default="", help="of the script (default: its recipe)")
-    add("--task", default="", help="of the encoders: a task of GLUE, or pretrain")
+    add("--task", default="", help="of the encoders: a task of GLUE, squad, or pretrain")
     add("--topology", default="v5e:2x4", help="such as v5e:1x1, v5e:16x16, v4:2x2x1, v6e:2x4")
     add(
         "--batch",
