@@ -51,6 +51,13 @@ OF_SCRIPTS = {
         untrained={"accuracy": (0.4, 0.6), "loss": (0.6, 1.0)},
         chance="accuracy 0.5, loss 0.69",
     ),
+    "squad": Convergence(
+        learns={"epochs": 4, "log_every": 16},
+        learned=LEARNED["squad"],
+        still={"epochs": 0.1},
+        untrained={"f1": (0.0, 0.5), "loss": (2.5, 6.0)},
+        chance="f1 0.33, by never giving an answer",
+    ),
     "transformer": Convergence(
         learns={
             "batch_tokens": 2048,

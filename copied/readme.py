@@ -16,6 +16,7 @@ DATA_SETS = {
     "dlrm": ("data/criteo.py", "ClickLog"),
     "transformer": ("data/wmt.py", "TranslationPairs"),
     "glue": ("data/sentences.py", "Encoded"),
+    "squad": ("data/squad.py", "Windows"),
     "pretrain": ("data/pretraining.py", "MaskedText"),
     "pretrain xlnet": ("data/pretraining.py", "PermutedText"),
 }

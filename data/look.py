@@ -3,8 +3,8 @@
     python -m data.look DATA [SCRIPT [TASK]]
 
 Prints what the script would train and evaluate on, or ends with the reason why it cannot and code
-1. SCRIPT is one of resnet50, dlrm, transformer, glue, pretrain; without it, the scripts that can
-open the data are named.
+1. SCRIPT is one of resnet50, dlrm, transformer, glue, pretrain, squad; without it, the scripts that
+can open the data are named.
 """
 
 import sys
@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from data import criteo, glue, imagenet, splits, text, wmt
+from data import criteo, glue, imagenet, splits, squad, text, wmt
 from errors import InputError
 
 
@@ -82,6 +82,14 @@ def sentences(data: str, task: str) -> str:
     return f"tasks {', '.join(found)}; TASK= chooses one"
 
 
+def questions(data: str, task: str) -> str:
+    """Reads questions about texts, and finds their answers in these."""
+    opened = squad.open_splits(data, squad.version_of(data))
+    (valid,) = opened.eval.values()
+    count = f"{len(opened.train):,} questions, {opened.train.unanswerable:,} without an answer"
+    return f"{count}{splits.said(opened.train, valid)}"
+
+
 def _read_task(data: str, task: str) -> list[glue.Examples]:
     """Reads the splits of a task of GLUE, those to train on first."""
     evaluation = glue.find_task(task).evaluation
@@ -94,6 +102,7 @@ SCRIPTS: dict[str, Callable[[str, str], str]] = {
     "transformer": pairs,
     "pretrain": rows,
     "glue": sentences,
+    "squad": questions,
 }
 
 

@@ -20,6 +20,8 @@ from models import encoders
 
 ENCODERS = ("bert", "distilbert", "roberta", "xlnet", "fairseq-roberta")
 OF_TEXT = ["auto", *ENCODERS, *(f"{model} pretrain" for model in ENCODERS)]
+ANSWERING = ["bert squad", "xlnet squad"]
+OF_TEXT += ANSWERING
 COPIES = ["resnet50", "dlrm", "transformer", *OF_TEXT]  # a model, and its task where it has two
 
 # What is not of every copy: file or package -> the copies that have it.
@@ -30,13 +32,15 @@ OF_MODELS = {
     "train/common/embedding/bags.py": {"dlrm"},
     "models/transformer.py": {"transformer"},
     "train/translate.py": {"transformer"},
-    "models/encoders/xlnet.py": {"xlnet", "xlnet pretrain"},
+    "models/encoders/xlnet.py": {"xlnet", "xlnet pretrain", "xlnet squad"},
     "models/encoders/fairseq_roberta.py": {"fairseq-roberta", "fairseq-roberta pretrain"},
     "models/encoders/auto.py": {"auto"},
-    "models/two_streams.py": {"xlnet", "xlnet pretrain"},
+    "models/two_streams.py": {"xlnet", "xlnet pretrain", "xlnet squad"},
     "models/permutation.py": {"xlnet pretrain"},
     "models/distillation.py": {"distilbert pretrain"},
     "models/fairseq_folders.py": {"fairseq-roberta", "fairseq-roberta pretrain"},
+    "models/question_answering.py": {*ANSWERING},
+    "data/squad_answers.py": {*ANSWERING},
     "tpu/compiler/staging.py": set(),
     "train/common/watch/__init__.py": set(),
     "train/common/sharding/__init__.py": set(),
@@ -44,7 +48,7 @@ OF_MODELS = {
     "torchvision": {"resnet50"},
     "torchrec": {"dlrm"},
     "transformers": {*OF_TEXT},
-    "datasets": {"auto", *ENCODERS},
+    "datasets": {"auto", *ENCODERS, *ANSWERING},
 }
 
 # Flags of a trial that is over soon.
@@ -55,6 +59,7 @@ TRIALS = {
 }
 FINE_TUNING = "--epochs 0.1 --eval-every 1000 --lengths 32"
 PRETRAINING = "--steps 2 --eval-every 2"
+ANSWERS = "--epochs 0.1 --eval-every 1000"
 
 # Runs command lines of a script in one process, each as `python -m` does.
 COMMANDS = """
@@ -182,7 +187,8 @@ def test_the_readme_has_the_lines_to_change_first(what, tmp_path):
     for file, number, name in named:
         line = (tmp_path / file).read_text().splitlines()[int(number) - 1]
         assert re.match(rf"(def|class) {name}\b", line), (file, number, name)
-    script = "pretrain" if what.endswith(" pretrain") else copy_model.SCRIPTS[what]
+    model, task = model_and_task(what)
+    script = copy_model.SCRIPTS_OF_TASKS.get(task, copy_model.SCRIPTS[model])
     assert f"tests/test_{script}.py) `TRIAL`" in readme
     assert "\nTRIAL = " in (tmp_path / f"tests/test_{script}.py").read_text()
 
@@ -274,7 +280,8 @@ def test_a_copy_trains_in_an_empty_folder(what, tmp_path):
     assert result.returncode == 0, result.stderr
 
     if task:
-        train(folder, "pretrain", f"{PRETRAINING} --model {model}")
+        flags = {"pretrain": PRETRAINING, "squad": ANSWERS}[task]
+        train(folder, task, f"{flags} --model {model}")
     elif model in TRIALS:
         train(folder, copy_model.SCRIPTS[model], TRIALS[model])
     else:
@@ -403,9 +410,10 @@ PREDICTS = {
     "resnet50": {"pictures"},
     "bert": {"sentences", "submission"},
     "auto": {"sentences", "submission"},
+    "bert squad": {"answers"},
     "dlrm": {"clicks"},
 }
-EVERY_KIND = {"pictures", "sentences", "submission", "clicks"}
+EVERY_KIND = {"pictures", "sentences", "submission", "answers", "clicks"}
 
 
 @pytest.mark.parametrize("model", PREDICTS)

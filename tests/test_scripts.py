@@ -1,4 +1,4 @@
-"""What all five scripts must do, each with its trial run (trials.py): learn, resume exactly, give
+"""What all scripts must do, each with its trial run (trials.py): learn, resume exactly, give
 the same numbers on other devices, keep the graph contract, write a run folder, refuse bad values.
 """
 

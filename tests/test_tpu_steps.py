@@ -6,7 +6,7 @@ import pytest
 
 from models import objectives
 from tpu.compiler import steps
-from train import dlrm, glue, pretrain, resnet50, transformer, translate
+from train import dlrm, glue, pretrain, resnet50, squad, transformer, translate
 from train.common import loading
 
 
@@ -44,6 +44,14 @@ def test_sentences(mesh, task):
     examples = glue.open_data(config).train
     plan = glue.batch_plan(config, examples, mesh, train=True)
     check(examples, plan, mesh, steps.sentence_batch(config, mesh))
+
+
+@pytest.mark.parametrize("update_every", [1, 2])
+def test_questions(mesh, update_every):
+    config = squad.validate(replace(squad.TINY, update_every=update_every))
+    expected = steps.question_batch(config, mesh)
+    windows = squad.open_data(config).train
+    check(windows, config.batch_size, mesh, expected, micro_batches=update_every)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The five scripts as the shared tests see them: small configurations, and what is known of their
+"""The scripts as the shared tests see them: small configurations, and what is known of their
 runs."""
 
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from helpers import Stop
 
 from copied import convergence
 from copied.convergence import Ranges
-from train import dlrm, glue, pretrain, resnet50, transformer
+from train import dlrm, glue, pretrain, resnet50, squad, transformer
 
 
 def smooth_units(set_attribute: Callable = setattr) -> None:
@@ -131,6 +131,18 @@ TRIALS = {
         graphs=3,  # of training and evaluation in one length, and Adam's
         reads=9,
         may_be_0="lr warmup weight_decay patience seed workers eval_every save_every",
+    ),
+    "squad": Trial(
+        script=squad,
+        short=replace(squad.TINY, epochs=0.25, log_every=1, eval_every=5),
+        checkpoints=(19,),
+        kill=Stop(step=9, saved=5),
+        terminate=12,
+        close={19: 2e-5},
+        moved=0.02,
+        graphs=3,  # of training and evaluation, and Adam's
+        reads=9,
+        may_be_0="stride lr warmup weight_decay patience seed workers eval_every save_every",
     ),
     "transformer": Trial(
         script=transformer,

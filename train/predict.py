@@ -1,11 +1,13 @@
-"""Predicts new pictures, sentences, pairs of sentences or clicks with what a script has exported:
-one input after the other in, one line of JSON each out.
+"""Predicts new pictures, sentences, pairs of sentences, answers or clicks with what a script has
+exported: one input after the other in, one line of JSON each out.
 
-model     the export of train/resnet50.py, train/glue.py or train/dlrm.py (runs/<name>/export), or
-          another classifier of transformers; what it has decides what the inputs are
+model     the export of train/resnet50.py, train/glue.py, train/squad.py or train/dlrm.py
+          (runs/<name>/export), or another classifier of transformers, or a model of it that answers
+          questions; what it has decides what the inputs are
 data      pictures: a file, a folder, a pattern, or - for paths from the standard input
           sentences: a file with one a line, or - for the standard input; named columns of CSV, TSV,
           JSONL or parquet, two of which are pairs
+          answers: SQuAD's JSON, or a table with the columns question and context
           clicks: CSV or parquet with the columns of the training
 run       make predict MODEL_DIR=runs/<name>/export DATA=new.csv > predictions.jsonl
           python -m train.predict new --model-dir runs/<name>/export --data new.csv
@@ -43,7 +45,8 @@ class Config:
     text: tuple[str, ...] = ()  # columns of --data with the text, two of pairs; (): the export's
     task: str = ""  # of GLUE: predicts its test sets, for the benchmark's server
     labels: str = ""  # with --task: the model's classes in their order, a,b,…, where it names none
-    top: int = 5  # most probable classes that are given
+    top: int = 5  # most probable classes, or answers, that are given
+    null_threshold: float | None = None  # of answers, as of train/squad.py; None: the run's
     image_size: int = 0  # pixels, of exports that do not say them; 0: the export's
     skip_broken: bool = False  # inputs that cannot be read get an error, and are counted; else stop
     max_length: int = 0  # tokens that a text is cut to; 0: those of the run's evaluation
@@ -61,6 +64,7 @@ EXPORT = "expected the export of a run, runs/<name>/export"
 PARTS = {
     "pictures": "predict_pictures",
     "sentences": "predict_sentences",
+    "answers": "predict_answers",
     "clicks": "predict_clicks",
     "test sets": "predict_submission",
 }
@@ -161,7 +165,7 @@ def _is_read(status: os.stat_result, data: str) -> bool:
 
 
 def kind_of(folder: str, given: str) -> str:
-    """Returns the kind of an export by what it has: "pictures", "sentences" or "clicks".
+    """Returns the kind of an export by what it has: "pictures", "sentences", "answers" or "clicks".
 
     Args:
         folder: local.
@@ -178,7 +182,7 @@ def kind_of(folder: str, given: str) -> str:
             "command that began it"
         )
     if "config.json" in names:
-        return "sentences"
+        return _kind_of_text(os.path.join(folder, "config.json"))
     if "model.safetensors" in names:
         about = files.read_metadata(os.path.join(folder, "model.safetensors"))
         if "features" in about and "num_dense" in about:
@@ -200,18 +204,43 @@ def kind_of(folder: str, given: str) -> str:
     raise InputError(f"{given} has neither config.json nor model.safetensors but {found}; {EXPORT}")
 
 
-# Flags that count for one kind of export only.
-OF_KIND = {"text": "sentences", "max_length": "sentences", "image_size": "pictures"}
+# The ends of the names of transformers' classes -> the kind of an export of one; others are
+# classifiers of sentences.
+TEXT_KINDS = {"ForQuestionAnswering": "answers", "ForQuestionAnsweringSimple": "answers"}
+
+
+def _kind_of_text(path: str) -> str:
+    """Returns the kind of a model of transformers, by the class that its config.json names."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            class_names = json.load(file)["architectures"] or []
+    except (OSError, ValueError, TypeError, KeyError):
+        return "sentences"  # which says what is wrong with it
+    for class_name in class_names:
+        for end, kind in TEXT_KINDS.items():
+            if class_name.endswith(end):
+                return kind
+    return "sentences"
+
+
+# Flags that do not count for all kinds of exports -> those for which they do.
+OF_KIND = {
+    "text": ("sentences", "answers"),
+    "max_length": ("sentences", "answers"),
+    "null_threshold": ("answers",),
+    "image_size": ("pictures",),
+}
 
 
 def _check_kind(config: Config, kind: str) -> None:
     """Raises InputError where a flag is given that the export has no use for."""
-    for name, own_kind in OF_KIND.items():
+    for name, kinds in OF_KIND.items():
         value = getattr(config, name)
-        if value and kind != own_kind:
+        is_given = value is not None if name == "null_threshold" else bool(value)
+        if is_given and kind not in kinds:
             shown = " ".join(value) if isinstance(value, tuple) else value
             raise InputError(
-                f"--{name.replace('_', '-')} is {shown}; it is for {own_kind}, and "
+                f"--{name.replace('_', '-')} is {shown}; it is for {' and '.join(kinds)}, and "
                 f"{config.model_dir} is a model of {kind}: leave it out"
             )
 
@@ -270,6 +299,8 @@ def answers(config: Config) -> Iterator[dict[str, Any]]:
         classes      "label", "probability", and "top": [{"label": …, "probability": …}, …]
         multilabel   "labels", those with a probability of at least 0.5; "probabilities" by label
         regression   "score"; of several numbers "scores", by name
+        answers      "answer", "probability", "score", "start", "end", and "n_best": a list of
+                     these; where there may be none, "null_difference"
         clicks       "probability"
         broken       "error", with skip_broken
 

@@ -9,6 +9,7 @@ from models.encoders.record import (
     LanguageHead,
     Partition,
     Pretraining,
+    QuestionAnswering,
     Size,
 )
 from models.partition import IN, OUT, VECTOR, VOCABULARY
@@ -76,6 +77,15 @@ ENCODER = Encoder(
         warmup=0.1,
         weight_decay=0.01,
         epochs=3,
+    ),
+    question_answering=QuestionAnswering(
+        source="Devlin et al. 2019, 4.2 and 4.3; google-research/bert, run_squad.py",
+        lr=5e-5,
+        warmup=0.1,
+        weight_decay=0.01,
+        epochs=3,
+        batch_size=32,
+        no_answer={"epochs": 2, "batch_size": 48},
     ),
     objective="models.masked_words",
     pretraining=Pretraining(

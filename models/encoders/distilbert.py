@@ -9,6 +9,7 @@ from models.encoders.record import (
     LanguageHead,
     Partition,
     Pretraining,
+    QuestionAnswering,
     Size,
 )
 from models.partition import IN, OUT, VECTOR, VOCABULARY
@@ -70,6 +71,15 @@ ENCODER = Encoder(
             # in 3 epochs of 67,349 examples in batches of 32.
             "sst2": {"lr": 1e-5, "warmup": 600 * 32 / (3 * 67_349)},
         },
+    ),
+    question_answering=QuestionAnswering(
+        source="Sanh et al. 2019, who fine-tune as BERT: Devlin et al. 2019, 4.2 and 4.3",
+        lr=5e-5,
+        warmup=0.1,
+        weight_decay=0.01,
+        epochs=3,
+        batch_size=32,
+        no_answer={"epochs": 2, "batch_size": 48},
     ),
     objective="models.distillation",
     pretraining=Pretraining(

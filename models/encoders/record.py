@@ -62,6 +62,38 @@ class FineTuning:
 
 
 @dataclass(frozen=True)
+class QuestionAnswering:
+    """The published recipe of extractive question answering, on SQuAD.
+
+    Attributes:
+        source: the paper and its section.
+        lr: peak learning rate.
+        warmup: share of the steps in which the learning rate rises.
+        weight_decay, beta2: of AdamW.
+        epochs: passes over the data.
+        batch_size: rows of an update, over all devices.
+        clip: largest norm of all gradients; infinite: they are not clipped.
+        max_length: tokens of a row.
+        no_answer: the fields that are others where some questions have no answer (SQuAD 2.0).
+    """
+
+    source: str
+    lr: float
+    warmup: float
+    weight_decay: float
+    epochs: float
+    batch_size: int
+    beta2: float = 0.999
+    clip: float = 1.0
+    max_length: int = 384
+    no_answer: Mapping[str, float] = field(default_factory=dict)
+
+    def of_data(self, has_unanswerable: bool) -> "QuestionAnswering":
+        """Returns the recipe for data with or without questions that have no answer."""
+        return replace(self, **(self.no_answer if has_unanswerable else {}))
+
+
+@dataclass(frozen=True)
 class Pretraining:
     """The published recipe of pretraining.
 
@@ -139,6 +171,7 @@ class Encoder:
         partition: how its parameters may be split, see Partition.
         language_head: the head that pretraining trains, see LanguageHead.
         fine_tuning: the recipe of train/glue.py.
+        question_answering: the recipe of train/squad.py; its checkpoint is that of `fine_tuning`.
         objective: the module that train/pretrain.py computes losses with: models.masked_words,
             models.permutation or models.distillation. A copy for fine-tuning does without it.
         pretraining: the recipe of train/pretrain.py.
@@ -164,6 +197,7 @@ class Encoder:
     partition: Partition
     language_head: LanguageHead
     fine_tuning: FineTuning
+    question_answering: QuestionAnswering
     objective: str
     pretraining: Pretraining
     pretraining_of_size: Mapping[str, Pretraining] = field(default_factory=dict)

@@ -11,6 +11,7 @@ from models.encoders.record import (
     LanguageHead,
     Partition,
     Pretraining,
+    QuestionAnswering,
     Size,
 )
 from models.partition import IN, OUT, VECTOR, VOCABULARY
@@ -92,6 +93,16 @@ ENCODER = Encoder(
             # Its file names no metric; fairseq's default is the lowest loss.
             "stsb": {"batch_size": 16, "best": "-loss"},
         },
+    ),
+    question_answering=QuestionAnswering(
+        source="Liu et al. 2019, table 10",
+        lr=1.5e-5,
+        warmup=0.06,
+        weight_decay=0.01,
+        epochs=2,
+        batch_size=48,
+        beta2=0.98,
+        clip=math.inf,
     ),
     objective="models.masked_words",
     pretraining=Pretraining(

@@ -11,6 +11,7 @@ LEARNED = {
     "resnet50": {"top1": (0.9, 1.0), "top5": (0.9, 1.0), "loss": (0.0, 0.6)},  # chance: 0.1 and 2.3
     "dlrm": {"auc": (0.78, 0.86), "ne": (0.0, 0.82)},
     "glue": {"accuracy": (0.95, 1.0), "loss": (0.0, 0.2)},
+    "squad": {"exact_match": (0.6, 1.0), "f1": (0.7, 1.0), "loss": (0.0, 0.8)},
     "transformer": {"bleu": (25.0, 100.0), "ppl": (1.0, 5.0)},  # the right words in any order: 6
     "pretrain": {"accuracy": (0.33, 1.0), "loss": (0.0, 2.3)},  # always the commonest token: 0.085
 }
@@ -62,6 +63,13 @@ SCRIPTS = (
         long="--epochs 100000 --eval-every 10000000 --log-every 5",
         label="BERT, fine-tuning",
         predicts="sentences",
+    ),
+    Script(
+        "squad",
+        "MODEL=bert TASK=squad",
+        kill_at=100,  # after 73
+        long="--epochs 100000 --eval-every 10000000 --log-every 5",
+        label="BERT, question answering",
     ),
     Script(
         "pretrain",

@@ -48,6 +48,8 @@ NEUTRAL = (
 USUAL = {
     ("glue", "tiny"): {"model": "bert", "task": "sst2"},
     ("glue", "full"): {"model": "bert", "task": "mrpc"},
+    ("squad", "tiny"): {"model": "bert"},
+    ("squad", "full"): {"model": "bert"},
     ("pretrain", "tiny"): {"model": "bert"},
     ("pretrain", "full"): {"model": "bert"},
 }
@@ -124,8 +126,8 @@ def of_make(words: str) -> Trained:
     preset = given.get("PRESET", "tiny")
     if model in ("resnet50", "dlrm", "transformer"):
         return Trained(model, preset, {})
-    if task == "pretrain":
-        return Trained("pretrain", preset, {"model": model})
+    if task in ("pretrain", "squad"):
+        return Trained(task, preset, {"model": model})
     return Trained("glue", preset, {"model": model, "task": task})
 
 

@@ -43,7 +43,7 @@ from errors import InputError
 from models import encoders
 from tpu.compiler import apart, bundles, hlo, libtpu, report, staging, steps
 from tpu.compiler.libtpu import GIB
-from train import dlrm, glue, pretrain, resnet50, transformer
+from train import dlrm, glue, pretrain, resnet50, squad, transformer
 from train.common import cli, device, files, interrupt, sharding
 from train.common.mesh import WHOLE, GraphError
 from train.common.xla import backend
@@ -58,6 +58,7 @@ FIRST_PRESET = {
     dlrm: "kaggle",
     glue: "full",
     pretrain: "full",
+    squad: "full",
 }
 MAKERS = {
     resnet50: steps.images,
@@ -65,7 +66,10 @@ MAKERS = {
     dlrm: steps.clicks,
     glue: steps.sentences,
     pretrain: steps.text,
+    squad: steps.questions,
 }
+
+OF_ENCODERS = (glue, pretrain, squad)
 
 
 @dataclass(frozen=True)
@@ -86,14 +90,13 @@ class Job:
         scripts = {"resnet50": resnet50, "transformer": transformer, "dlrm": dlrm}
         if self.model in scripts:
             return scripts[self.model]
-        if self.task == "pretrain":
-            return pretrain
-        return glue
+        of_tasks = {"pretrain": pretrain, "squad": squad}
+        return of_tasks.get(self.task, glue)
 
     def config(self, devices: int) -> Any:
         """Returns the script's Config, with the batch of all devices."""
         flags = list(self.flags)
-        if self.script in (glue, pretrain):
+        if self.script in OF_ENCODERS:
             flags = ["--model", self.model, *flags]
         if self.script is glue and self.task:
             flags = ["--task", self.task, *flags]
@@ -101,7 +104,7 @@ class Job:
         config = tyro.extras.overridable_config_cli(self.script.PRESETS, args=arguments)
         if hasattr(config, "update_every"):
             cli.at_least(config, 1, "update_every")
-        if self.script in (glue, pretrain):
+        if self.script in OF_ENCODERS:
             config = self.script.with_recipe(config)
         if self.script is resnet50:
             config = resnet50.fit(config, steps.FINETUNED_IMAGES, devices)
@@ -356,7 +359,7 @@ def parse(arguments: list[str] | None) -> tuple[argparse.Namespace, Job]:
         raise InputError(
             f"--program is translate, which {options.model} does not do; give train or evaluate"
         )
-    if options.task and script not in (glue, pretrain):
+    if options.task and script not in OF_ENCODERS:
         raise InputError(
             f"--task is {options.task}, of which {options.model} has none: leave it out"
         )
@@ -375,7 +378,7 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("model", choices=MODELS)
     add("preset", nargs="?", default="", help="of the script (default: its recipe)")
-    add("--task", default="", help="of the encoders: a task of GLUE, or pretrain")
+    add("--task", default="", help="of the encoders: a task of GLUE, squad, or pretrain")
     add("--topology", default="v5e:2x4", help="such as v5e:1x1, v5e:16x16, v4:2x2x1, v6e:2x4")
     add(
         "--batch",

@@ -19,9 +19,9 @@ from transformers import AutoModelForSequenceClassification, PreTrainedConfig, P
 
 from data import glue, pretraining
 from errors import InputError
-from models import encoders, objectives
+from models import encoders, objectives, question_answering
 from tpu.compiler import staging
-from train import dlrm, pretrain, resnet50, transformer
+from train import dlrm, pretrain, resnet50, squad, transformer
 from train import glue as glue_script
 from train.common import accumulate, device
 from train.common.xla.step_loop import StepLoop
@@ -214,6 +214,31 @@ def sentence_batch(config: glue_script.Config, mesh: device.Mesh) -> dict:
         "token_type_ids": ((count, tokens), I32),
         "labels": ((count,), F32 if is_regression else I32),
         "mask": ((count,), F32),
+    }
+    return staging.inputs(shapes, mesh)
+
+
+def questions(config: squad.Config, mesh: device.Mesh, script: Any = squad) -> Step:
+    """Returns the step of question answering on SQuAD."""
+    config = squad.validate(replace(config, data=config.data or "rajpurkar/squad"))
+    settings = encoders.published(config.model)
+    model = question_answering.span_model(settings, source=None).model
+    data = squad.Data(None, {}, {}, None, model, None, may_be_none=False)
+    batch = question_batch(config, mesh)
+    what = f"{config.model}-base on squad, {config.max_length} tokens"
+    return step(script, config, data, batch, mesh, what, "sequences", sums=("loss",))
+
+
+def question_batch(config: squad.Config, mesh: device.Mesh) -> dict:
+    """Returns a micro-batch of data/squad.py."""
+    count = config.batch_size // config.update_every
+    tokens = config.max_length
+    shapes = {
+        "input_ids": ((count, tokens), I32),
+        "attention_mask": ((count, tokens), I32),
+        "token_type_ids": ((count, tokens), I32),
+        "start": ((count,), I32),
+        "end": ((count,), I32),
     }
     return staging.inputs(shapes, mesh)
 

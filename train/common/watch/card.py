@@ -21,6 +21,8 @@ from train.common.watch.curves import draw_curves, records
 # The hub's name of what a transformers class of this ending is for.
 TASKS = {
     "ForSequenceClassification": "text-classification",
+    "ForQuestionAnswering": "question-answering",
+    "ForQuestionAnsweringSimple": "question-answering",  # of XLNet
     "ForMaskedLM": "fill-mask",
     "ForPreTraining": "fill-mask",
     "LMHeadModel": "text-generation",
