@@ -80,6 +80,7 @@ PRETRAINED = tuple(name for name in ENCODERS if name != "auto")  # auto is for f
 # others are tasks of GLUE, which have train/glue.py. The Makefile reads these lines as text.
 SCRIPTS_OF_TASKS = {
     "pretrain": "train.pretrain",
+    "ner": "train.tagging",
 }
 
 OF_ENCODERS = tuple(f"MODEL={name}" for name in ENCODERS)

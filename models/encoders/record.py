@@ -139,6 +139,7 @@ class Encoder:
         partition: how its parameters may be split, see Partition.
         language_head: the head that pretraining trains, see LanguageHead.
         fine_tuning: the recipe of train/glue.py.
+        tagging: that of train/tagging.py; None: none was published, and `fine_tuning` is taken.
         objective: the module that train/pretrain.py computes losses with: models.masked_words,
             models.permutation or models.distillation. A copy for fine-tuning does without it.
         pretraining: the recipe of train/pretrain.py.
@@ -167,6 +168,7 @@ class Encoder:
     objective: str
     pretraining: Pretraining
     pretraining_of_size: Mapping[str, Pretraining] = field(default_factory=dict)
+    tagging: FineTuning | None = None
     teacher: str = ""
     vmem_kib: int = 0
     token_types: bool = False
