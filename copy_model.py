@@ -99,7 +99,7 @@ def needed(
     """Returns the files that a script needs for a model on a device ("": on all), relative to
     `root`, and the other modules that they import."""
     devices = [device] if device else DEVICES
-    given = {f"MODEL={model}"}
+    given = {f"MODEL={model}", f"SCRIPT={script}"}
     given.update(f"DEVICE={name}" for name in devices)
     given.update(f"WITH={name}" for name in extras)
     parts = optional.in_copy(given)

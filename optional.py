@@ -27,7 +27,7 @@ class Part:
         modules: what it consists of; a package stands for all its files.
         given: what `make copy` is given for it, such as "WITH=watch", one of these; none: no copy
             has it.
-        of: models that alone have it, such as "MODEL=dlrm"; none: all.
+        of: models or scripts that alone have it, such as "MODEL=dlrm" or "SCRIPT=glue"; none: all.
         needed_by: the flags that need it; {asked} is what the caller of `load` fills in.
         gives: what a copy can do by it, for its README; "": another part of the same argument of
             `make copy` says so.
@@ -83,8 +83,6 @@ SCRIPTS_OF_TASKS = {
     "ner": "train.tagging",
 }
 
-OF_ENCODERS = tuple(f"MODEL={name}" for name in ENCODERS)
-
 NO_DEVICE = (
     "--device is {asked}, but what it needs is not here ({error}); install requirements.txt, "
     "copy with DEVICE={asked}, or give another --device (cpu needs no torch_xla)"
@@ -112,7 +110,7 @@ PARTS = (
         gives=(
             "layers and optimizer state sharded over devices (`--mesh`, `--shard-state`, `--remat`)"
         ),
-        scripts=("resnet50", "transformer", "glue", "pretrain"),
+        scripts=("resnet50", "transformer", "glue", "pretrain", "tagging"),
     ),
     Part(
         name="hub_images",
@@ -137,7 +135,7 @@ PARTS = (
         given=("WITH=predict",),
         needed_by="make predict",
         gives="predictions, `python -m train.predict new --model-dir runs/<name>/export --data …`",
-        scripts=("resnet50", "dlrm", "glue"),
+        scripts=("resnet50", "dlrm", "glue", "tagging"),
     ),
     Part(
         name="predict_pictures",
@@ -151,15 +149,23 @@ PARTS = (
         name="predict_sentences",
         modules=("train.prediction.sentences",),
         given=("WITH=predict",),
-        of=OF_ENCODERS,
+        of=("SCRIPT=glue",),
         needed_by="a model of sentences",
+        missing=NO_KIND,
+    ),
+    Part(
+        name="predict_entities",
+        modules=("train.prediction.entities",),
+        given=("WITH=predict",),
+        of=("SCRIPT=tagging",),
+        needed_by="a model of entities",
         missing=NO_KIND,
     ),
     Part(
         name="predict_submission",
         modules=("train.prediction.submission",),
         given=("WITH=predict",),
-        of=OF_ENCODERS,
+        of=("SCRIPT=glue",),
         needed_by="--task",
         missing=NO_KIND,
     ),
@@ -266,7 +272,8 @@ def of_use(argument: str, script: str) -> bool:
 
 
 def in_copy(given: Set[str]) -> list[Part]:
-    """Returns the parts that a copy has, for what `make copy` is given: "MODEL=bert", …"""
+    """Returns the parts that a copy has, for what `make copy` is given, "MODEL=bert", …, and for
+    its script, "SCRIPT=glue"."""
     found = []
     for each in [*PARTS, *map(encoder, ENCODERS)]:
         is_of_model = not each.of or given & set(each.of)

@@ -756,7 +756,7 @@ def _name_of(tag: Any, names: Sequence[str], where: str) -> str:
 
 # A synthetic twin
 
-_FILLERS = ("the", "a", "of", "and", "in", "on", "at", "with", "said", "saw", "met", "near", "old")
+_FILLERS = ("the", "a", "of", "and", "in", "on", "at", "with", "said", "saw", "met", "near", ",")
 _FIRST_NAMES = ("anna", "ben", "clara", "david", "emma", "frank")
 # What these are, the next or the last word says: "anna stone" is a person, "stone works" a company,
 # and "stone" alone a place.
@@ -772,8 +772,8 @@ def _synthetic(names: Sequence[str], seed: int) -> Splits:
     hundred steps.
 
     A name alone is a place; after a first name it is that of a person, and before one of _COMPANIES
-    that of a company. So a word does not tell its tag. There are 3 to 7 words and entities, in any
-    order, and entities of one type may stand side by side.
+    that of a company. So a word does not tell its tag. There are 3 to 6 words and entities, in any
+    order, and entities of one type may stand side by side; then perhaps a full stop.
     """
     found = {}
     for name in names:
@@ -791,7 +791,7 @@ def _synthetic_sentence(rng: np.random.Generator) -> tuple[list[str], list[str]]
     """Draws the words of a sentence, and their tags."""
     words = []
     tags = []
-    for _ in range(int(rng.integers(3, 8))):
+    for _ in range(int(rng.integers(3, 7))):
         kind = rng.choice(("O", "O", *_SYNTHETIC_TYPES))
         name = str(rng.choice(_NAMES))
         if kind == "O":
@@ -805,4 +805,7 @@ def _synthetic_sentence(rng: np.random.Generator) -> tuple[list[str], list[str]]
         words += chosen
         whole = [] if kind == "O" else [entities.Entity(str(kind), 0, len(chosen))]
         tags += entities.to_iob2(whole, len(chosen))
+    if rng.random() < 0.5:
+        words.append(".")
+        tags.append(entities.OUTSIDE)
     return words, tags

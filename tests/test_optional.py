@@ -21,6 +21,7 @@ SCRIPTS = {
     "transformer": "transformer",
     "glue": "bert",
     "pretrain": "bert",
+    "tagging": "bert",
 }
 OF_THE_PROJECT = [part for part in optional.PARTS if part.given]
 
@@ -89,7 +90,8 @@ def modules_of(files: list[Path]) -> set[str]:
 
 def assert_parts(script: str, model: str, device: str, extras: list[str]) -> None:
     """Asserts that a copy has the parts that are asked for, and nothing of the others."""
-    given = {f"MODEL={model}", f"DEVICE={device}", *(f"WITH={name}" for name in extras)}
+    given = {f"MODEL={model}", f"SCRIPT={script}", f"DEVICE={device}"}
+    given.update(f"WITH={name}" for name in extras)
     files, others = copy_model.needed(script, model, device, extras)
     copied = modules_of(files) | others
 
@@ -106,7 +108,7 @@ def assert_parts(script: str, model: str, device: str, extras: list[str]) -> Non
 def test_a_copy_has_a_part_only_where_it_is_asked_for(model):
     scripts = [copy_model.SCRIPTS[model]]
     if model in copy_model.ENCODERS:
-        scripts.append("pretrain")
+        scripts += copy_model.SCRIPTS_OF_TASKS.values()
 
     for script in scripts:
         assert_parts(script, model, device="xla", extras=[])

@@ -1,8 +1,9 @@
-"""Predicts new pictures, sentences, pairs of sentences or clicks with what a script has exported:
-one input after the other in, one line of JSON each out.
+"""Predicts new pictures, sentences, pairs of sentences or clicks, or finds entities in sentences,
+with what a script has exported: one input after the other in, one line of JSON each out.
 
-model     the export of train/resnet50.py, train/glue.py or train/dlrm.py (runs/<name>/export), or
-          another classifier of transformers; what it has decides what the inputs are
+model     the export of train/resnet50.py, train/glue.py, train/tagging.py or train/dlrm.py
+          (runs/<name>/export), or another classifier or tagger of transformers; what it has decides
+          what the inputs are
 data      pictures: a file, a folder, a pattern, or - for paths from the standard input
           sentences: a file with one a line, or - for the standard input; named columns of CSV, TSV,
           JSONL or parquet, two of which are pairs
@@ -61,6 +62,7 @@ EXPORT = "expected the export of a run, runs/<name>/export"
 PARTS = {
     "pictures": "predict_pictures",
     "sentences": "predict_sentences",
+    "entities": "predict_entities",
     "clicks": "predict_clicks",
     "test sets": "predict_submission",
 }
@@ -161,7 +163,7 @@ def _is_read(status: os.stat_result, data: str) -> bool:
 
 
 def kind_of(folder: str, given: str) -> str:
-    """Returns the kind of an export by what it has: "pictures", "sentences" or "clicks".
+    """Returns the kind of an export by what it has, a key of PARTS.
 
     Args:
         folder: local.
@@ -178,7 +180,7 @@ def kind_of(folder: str, given: str) -> str:
             "command that began it"
         )
     if "config.json" in names:
-        return "sentences"
+        return _kind_of_encoder(os.path.join(folder, "config.json"))
     if "model.safetensors" in names:
         about = files.read_metadata(os.path.join(folder, "model.safetensors"))
         if "features" in about and "num_dense" in about:
@@ -200,18 +202,42 @@ def kind_of(folder: str, given: str) -> str:
     raise InputError(f"{given} has neither config.json nor model.safetensors but {found}; {EXPORT}")
 
 
-# Flags that count for one kind of export only.
-OF_KIND = {"text": "sentences", "max_length": "sentences", "image_size": "pictures"}
+# End of the name of an encoder's class with its head -> the kind of its export; of all others it is
+# sentences, which refuses what it does not know.
+KIND_OF_HEAD = {"ForTokenClassification": "entities"}
+
+
+def _kind_of_encoder(path: str) -> str:
+    """Returns the kind of an encoder's export, by its config.json."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            content = json.load(file)
+    except (OSError, ValueError) as error:
+        raise InputError(f"{path} is damaged: {error}; copy the export again") from error
+    names = content.get("architectures") if isinstance(content, dict) else None
+    for name in names or ():
+        for head, kind in KIND_OF_HEAD.items():
+            if str(name).endswith(head):
+                return kind
+    return "sentences"
+
+
+# Flags that count for some kinds of export only.
+OF_KIND = {
+    "text": ("sentences", "entities"),
+    "max_length": ("sentences", "entities"),
+    "image_size": ("pictures",),
+}
 
 
 def _check_kind(config: Config, kind: str) -> None:
     """Raises InputError where a flag is given that the export has no use for."""
-    for name, own_kind in OF_KIND.items():
+    for name, own_kinds in OF_KIND.items():
         value = getattr(config, name)
-        if value and kind != own_kind:
+        if value and kind not in own_kinds:
             shown = " ".join(value) if isinstance(value, tuple) else value
             raise InputError(
-                f"--{name.replace('_', '-')} is {shown}; it is for {own_kind}, and "
+                f"--{name.replace('_', '-')} is {shown}; it is for {' and '.join(own_kinds)}, and "
                 f"{config.model_dir} is a model of {kind}: leave it out"
             )
 
@@ -270,6 +296,8 @@ def answers(config: Config) -> Iterator[dict[str, Any]]:
         classes      "label", "probability", and "top": [{"label": …, "probability": …}, …]
         multilabel   "labels", those with a probability of at least 0.5; "probabilities" by label
         regression   "score"; of several numbers "scores", by name
+        entities     "entities", in the order of the text: [{"type": …, "text": …, "start": …,
+                     "end": …, "probability": …}, …]; characters start to end - 1 of "input"
         clicks       "probability"
         broken       "error", with skip_broken
 
