@@ -17,6 +17,7 @@ DATA_SETS = {
     "transformer": ("data/wmt.py", "TranslationPairs"),
     "glue": ("data/sentences.py", "Encoded"),
     "pretrain": ("data/pretraining.py", "MaskedText"),
+    "tagging": ("data/windows.py", "Encoded"),
     "pretrain xlnet": ("data/pretraining.py", "PermutedText"),
 }
 

@@ -21,7 +21,8 @@ import copy_model
 import optional
 
 SCRIPTS = [
-    ROOT / f"train/{name}.py" for name in ("resnet50", "transformer", "glue", "pretrain", "dlrm")
+    ROOT / f"train/{name}.py"
+    for name in ("resnet50", "transformer", "glue", "pretrain", "dlrm", "tagging")
 ]
 FOLDERS = ("train", "models", "data", "tpu", "bench", "research")
 PAGES = [

@@ -43,7 +43,7 @@ from errors import InputError
 from models import encoders
 from tpu.compiler import apart, bundles, hlo, libtpu, report, staging, steps
 from tpu.compiler.libtpu import GIB
-from train import dlrm, glue, pretrain, resnet50, transformer
+from train import dlrm, glue, pretrain, resnet50, tagging, transformer
 from train.common import cli, device, files, interrupt, sharding
 from train.common.mesh import WHOLE, GraphError
 from train.common.xla import backend
@@ -58,6 +58,7 @@ FIRST_PRESET = {
     dlrm: "kaggle",
     glue: "full",
     pretrain: "full",
+    tagging: "full",
 }
 MAKERS = {
     resnet50: steps.images,
@@ -65,6 +66,7 @@ MAKERS = {
     dlrm: steps.clicks,
     glue: steps.sentences,
     pretrain: steps.text,
+    tagging: steps.tags,
 }
 
 
@@ -88,12 +90,14 @@ class Job:
             return scripts[self.model]
         if self.task == "pretrain":
             return pretrain
+        if self.task == "ner":
+            return tagging
         return glue
 
     def config(self, devices: int) -> Any:
         """Returns the script's Config, with the batch of all devices."""
         flags = list(self.flags)
-        if self.script in (glue, pretrain):
+        if self.script in (glue, pretrain, tagging):
             flags = ["--model", self.model, *flags]
         if self.script is glue and self.task:
             flags = ["--task", self.task, *flags]
@@ -101,7 +105,7 @@ class Job:
         config = tyro.extras.overridable_config_cli(self.script.PRESETS, args=arguments)
         if hasattr(config, "update_every"):
             cli.at_least(config, 1, "update_every")
-        if self.script in (glue, pretrain):
+        if self.script in (glue, pretrain, tagging):
             config = self.script.with_recipe(config)
         if self.script is resnet50:
             config = resnet50.fit(config, steps.FINETUNED_IMAGES, devices)
