@@ -3,8 +3,8 @@
     python -m data.look DATA [SCRIPT [TASK]]
 
 Prints what the script would train and evaluate on, or ends with the reason why it cannot and code
-1. SCRIPT is one of resnet50, dlrm, transformer, glue, pretrain, tagging; without it, the scripts that can
-open the data are named.
+1. SCRIPT is one of resnet50, dlrm, transformer, glue, pretrain, tagging; without it, the scripts
+that can open the data are named.
 """
 
 import sys

@@ -508,8 +508,10 @@ def evaluate(
         )
         with loader:
             batches = [eval_fn(state, batch, config, mesh) for batch in loader]
-        classes = device.read([batch["classes"] for batch in batches])
-        losses = device.read([batch["loss"] for batch in batches])
+        outputs = [batch["classes"] for batch in batches] + [batch["loss"] for batch in batches]
+        outputs = device.read(outputs)  # in one transfer
+        classes = outputs[: len(batches)]
+        losses = outputs[len(batches) :]
 
         predicted = predicted_tags(examples, evaluation_order(plan), classes, data.task)
         metrics |= score(examples.gold, predicted, data.task)
