@@ -586,7 +586,9 @@ class _ColumnReader:
         if not content or content.startswith(DOCUMENT):
             self.end_sentence()
             return
-        fields = self._separator.split(content)
+        # Between tabs a field may be empty.
+        whole = line.rstrip("\r") if self._separator.pattern == "\t" else content
+        fields = self._separator.split(whole)
         if self._is_comment(fields):
             return
         where = f"{self._path} line {number}"
