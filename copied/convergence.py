@@ -72,7 +72,7 @@ OF_SCRIPTS = {
         chance="accuracy 0.085, by always naming the commonest token",
     ),
     "tagging": Convergence(
-        learns={"epochs": 2.5, "log_every": 16},
+        learns={"epochs": 3, "log_every": 16},
         learned=LEARNED["tagging"],
         still={"epochs": 0.1},
         untrained={"f1": (0.0, 0.3), "loss": (1.5, 3.0)},
