@@ -56,9 +56,7 @@ from train.common.run import Run
 @dataclass(frozen=True)
 class Config:
     model: Literal[encoders.NAMES] = "bert"  # auto: the architecture of --checkpoint (docs/data.md)
-    data: str = (
-        ""  # file, folder or URL of sentences, or saved by HF datasets; HF hub id; "synthetic"
-    )
+    data: str = ""  # file, folder or URL; saved by HF datasets; HF hub id; "synthetic"
     words: str = ""  # of JSON lines or tables: the column with lists of words; "": tokens
     tags: str = ""  # of the same: the column with lists of tags; "": ner_tags
     tag_names: tuple[str, ...] = ()  # where tags are numbers without names: O B-PER …, from 0 on
