@@ -20,6 +20,7 @@ from models import encoders
 
 ENCODERS = ("bert", "distilbert", "roberta", "xlnet", "fairseq-roberta")
 OF_TEXT = ["auto", *ENCODERS, *(f"{model} pretrain" for model in ENCODERS)]
+OF_TEXT.append("bert ner")
 COPIES = ["resnet50", "dlrm", "transformer", *OF_TEXT]  # a model, and its task where it has two
 
 # What is not of every copy: file or package -> the copies that have it.
@@ -44,7 +45,9 @@ OF_MODELS = {
     "torchvision": {"resnet50"},
     "torchrec": {"dlrm"},
     "transformers": {*OF_TEXT},
-    "datasets": {"auto", *ENCODERS},
+    "data/windows.py": {"bert ner"},
+    "train/glue.py": {"auto", *ENCODERS},
+    "datasets": {"auto", *ENCODERS, "bert ner"},
 }
 
 # Flags of a trial that is over soon.
@@ -55,6 +58,9 @@ TRIALS = {
 }
 FINE_TUNING = "--epochs 0.1 --eval-every 1000 --lengths 32"
 PRETRAINING = "--steps 2 --eval-every 2"
+ENTITIES = "--epochs 0.1 --eval-every 1000"
+# Task with a script of its own -> the flags of a trial that is over soon.
+OF_TASKS = {"pretrain": PRETRAINING, "ner": ENTITIES}
 
 # Runs command lines of a script in one process, each as `python -m` does.
 COMMANDS = """
@@ -76,6 +82,12 @@ def model_and_task(what: str) -> tuple[str, str]:
     """Returns the model and the task of one of COPIES; "": the model's usual task."""
     model, _, task = what.partition(" ")
     return model, task
+
+
+def script_of(what: str) -> str:
+    """Returns the script of one of COPIES."""
+    model, task = model_and_task(what)
+    return copy_model.SCRIPTS_OF_TASKS.get(task, copy_model.SCRIPTS[model])
 
 
 def copied(what: str, to: Path, **options) -> set[str]:
@@ -182,7 +194,7 @@ def test_the_readme_has_the_lines_to_change_first(what, tmp_path):
     for file, number, name in named:
         line = (tmp_path / file).read_text().splitlines()[int(number) - 1]
         assert re.match(rf"(def|class) {name}\b", line), (file, number, name)
-    script = "pretrain" if what.endswith(" pretrain") else copy_model.SCRIPTS[what]
+    script = script_of(what)
     assert f"tests/test_{script}.py) `TRIAL`" in readme
     assert "\nTRIAL = " in (tmp_path / f"tests/test_{script}.py").read_text()
 
@@ -274,7 +286,7 @@ def test_a_copy_trains_in_an_empty_folder(what, tmp_path):
     assert result.returncode == 0, result.stderr
 
     if task:
-        train(folder, "pretrain", f"{PRETRAINING} --model {model}")
+        train(folder, script_of(what), f"{OF_TASKS[task]} --model {model}")
     elif model in TRIALS:
         train(folder, copy_model.SCRIPTS[model], TRIALS[model])
     else:
@@ -403,9 +415,10 @@ PREDICTS = {
     "resnet50": {"pictures"},
     "bert": {"sentences", "submission"},
     "auto": {"sentences", "submission"},
+    "bert ner": {"entities"},
     "dlrm": {"clicks"},
 }
-EVERY_KIND = {"pictures", "sentences", "submission", "clicks"}
+EVERY_KIND = {"pictures", "sentences", "submission", "clicks", "entities"}
 
 
 @pytest.mark.parametrize("model", PREDICTS)

@@ -360,7 +360,7 @@ def parse(arguments: list[str] | None) -> tuple[argparse.Namespace, Job]:
         raise InputError(
             f"--program is translate, which {options.model} does not do; give train or evaluate"
         )
-    if options.task and script not in (glue, pretrain):
+    if options.task and script not in (glue, pretrain, tagging):
         raise InputError(
             f"--task is {options.task}, of which {options.model} has none: leave it out"
         )
