@@ -81,6 +81,7 @@ PRETRAINED = tuple(name for name in ENCODERS if name != "auto")  # auto is for f
 SCRIPTS_OF_TASKS = {
     "pretrain": "train.pretrain",
     "squad": "train.squad",
+    "ner": "train.tagging",
 }
 
 NO_DEVICE = (
@@ -110,7 +111,7 @@ PARTS = (
         gives=(
             "layers and optimizer state sharded over devices (`--mesh`, `--shard-state`, `--remat`)"
         ),
-        scripts=("resnet50", "transformer", "glue", "pretrain", "squad"),
+        scripts=("resnet50", "transformer", "glue", "pretrain", "squad", "tagging"),
     ),
     Part(
         name="hub_images",
@@ -135,7 +136,7 @@ PARTS = (
         given=("WITH=predict",),
         needed_by="make predict",
         gives="predictions, `python -m train.predict new --model-dir runs/<name>/export --data …`",
-        scripts=("resnet50", "dlrm", "glue", "squad"),
+        scripts=("resnet50", "dlrm", "glue", "squad", "tagging"),
     ),
     Part(
         name="predict_pictures",
@@ -159,6 +160,14 @@ PARTS = (
         given=("WITH=predict",),
         of=("SCRIPT=squad",),
         needed_by="a model that answers questions",
+        missing=NO_KIND,
+    ),
+    Part(
+        name="predict_entities",
+        modules=("train.prediction.entities",),
+        given=("WITH=predict",),
+        of=("SCRIPT=tagging",),
+        needed_by="a model of entities",
         missing=NO_KIND,
     ),
     Part(
@@ -272,8 +281,8 @@ def of_use(argument: str, script: str) -> bool:
 
 
 def in_copy(given: Set[str]) -> list[Part]:
-    """Returns the parts that a copy has, for what `make copy` is given: "MODEL=bert", …, and for
-    its script: "SCRIPT=glue"."""
+    """Returns the parts that a copy has, for what `make copy` is given, "MODEL=bert", …, and for
+    its script, "SCRIPT=glue"."""
     found = []
     for each in [*PARTS, *map(encoder, ENCODERS)]:
         is_of_model = not each.of or given & set(each.of)

@@ -18,6 +18,7 @@ DATA_SETS = {
     "glue": ("data/sentences.py", "Encoded"),
     "squad": ("data/squad.py", "Windows"),
     "pretrain": ("data/pretraining.py", "MaskedText"),
+    "tagging": ("data/windows.py", "Encoded"),
     "pretrain xlnet": ("data/pretraining.py", "PermutedText"),
 }
 

@@ -3,8 +3,8 @@
     python -m data.look DATA [SCRIPT [TASK]]
 
 Prints what the script would train and evaluate on, or ends with the reason why it cannot and code
-1. SCRIPT is one of resnet50, dlrm, transformer, glue, pretrain, squad; without it, the scripts that
-can open the data are named.
+1. SCRIPT is one of resnet50, dlrm, transformer, glue, pretrain, squad, tagging; without it, the
+scripts that can open the data are named.
 """
 
 import sys
@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from data import criteo, glue, imagenet, splits, squad, text, wmt
+from data import criteo, glue, imagenet, splits, squad, tagging, text, wmt
 from errors import InputError
 
 
@@ -96,6 +96,14 @@ def _read_task(data: str, task: str) -> list[glue.Examples]:
     return [glue.read(data, task, split) for split in ("train", *evaluation)]
 
 
+def entities(data: str, task: str) -> str:
+    """Reads sentences whose words have tags of entities."""
+    opened = tagging.open_splits(data, tagging.Columns())
+    types = ", ".join(opened.task.types)
+    sources = splits.said(opened.train, *opened.eval.values())
+    return f"{len(opened.train):,} sentences with entities of {types}{sources}"
+
+
 SCRIPTS: dict[str, Callable[[str, str], str]] = {
     "resnet50": images,
     "dlrm": clicks,
@@ -103,6 +111,7 @@ SCRIPTS: dict[str, Callable[[str, str], str]] = {
     "pretrain": rows,
     "glue": sentences,
     "squad": questions,
+    "tagging": entities,
 }
 
 

@@ -435,9 +435,9 @@ def _read_file(path: Path, columns: Columns) -> Table:
         )
         return _read_table(rows, str(path), columns)
 
-    text = _read_text(path)
+    text = read_text(path)
     table = Table(str(path), [[] for _ in columns.text])
-    rows = _csv_rows(text, path, columns) if kind in ("csv", "tsv") else _json_rows(text, path)
+    rows = _csv_rows(text, path, columns) if kind in ("csv", "tsv") else json_rows(text, path)
     for line, row in rows:
         where = f"{path} line {line}"
         if not table.lines:
@@ -447,7 +447,7 @@ def _read_file(path: Path, columns: Columns) -> Table:
         label = row.get(columns.label)
         for one in label if isinstance(label, list) else [label]:
             if isinstance(one, str):
-                _check_unicode(one, columns.label, where)
+                check_unicode(one, columns.label, where)
         table.labels.append(label)
         table.lines.append(line)
     if not table.lines:
@@ -469,13 +469,13 @@ def _check_columns(names: Iterable[str], columns: Columns, where: str) -> None:
 def _checked_text(value: Any, column: str, where: str) -> str:
     """Returns the value of a text column; raises InputError where it has no text."""
     if isinstance(value, str) and value.strip():
-        _check_unicode(value, column, where)
+        check_unicode(value, column, where)
         return value
     what = "an empty" if value is None or isinstance(value, str) else f"{value!r} as its"
     raise InputError(f"{where} has {what} {column}; expected text")
 
 
-def _check_unicode(text: str, column: str, where: str) -> None:
+def check_unicode(text: str, column: str, where: str) -> None:
     """Raises InputError for half of a pair that JSON has escaped, such as \\ud83d: no tokenizer and
     no file takes it."""
     try:
@@ -488,7 +488,7 @@ def _check_unicode(text: str, column: str, where: str) -> None:
         ) from error
 
 
-def _read_text(path: Path) -> str:
+def read_text(path: Path) -> str:
     """Returns the text of a file in UTF-8, with or without a byte order mark; unpacks .gz."""
     try:
         content = path.read_bytes()
@@ -563,7 +563,7 @@ def _split_rows(text: str, separator: str, path: Path) -> Iterator[tuple[int, li
 # JSON lines, and tables of `datasets`
 
 
-def _json_rows(text: str, path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+def json_rows(text: str, path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yields the number of each line that is not empty, and its JSON object."""
     for line, content in enumerate(text.split("\n"), start=1):
         if not content.strip():

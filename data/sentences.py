@@ -131,7 +131,7 @@ class Encoded:
     """
 
     def __init__(self, examples: Examples, tokenizer, max_length: int):
-        _check_tokenizer(tokenizer, max_length, pairs=examples.second is not None)
+        check_tokenizer(tokenizer, max_length, pairs=examples.second is not None)
         self.source = examples.source
         self.left_out = examples.left_out
         are_floats = examples.labels.dtype.kind == "f"
@@ -238,7 +238,7 @@ class Encoded:
         }
 
 
-def _check_tokenizer(tokenizer, max_length: int, pairs: bool) -> None:
+def check_tokenizer(tokenizer, max_length: int, pairs: bool) -> None:
     """Raises InputError where a tokenizer cannot make examples of `max_length` tokens."""
     if not getattr(tokenizer, "is_fast", False):
         raise InputError(

@@ -37,8 +37,9 @@ NAMES = {
         "validationset",
         "devset",
         "evalset",
+        "testa",  # of CoNLL-2003
     ),
-    "test": ("test", "testing", "testset"),
+    "test": ("test", "testing", "testset", "testb"),
 }
 SEPARATORS = re.compile(r"(?:[^\w'’]|[\d_])+")
 REPORTS = ("report.json", "prepared.json", "shards.json", "parts/plan.json")  # `make data` writes

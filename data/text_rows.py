@@ -15,7 +15,7 @@ import json
 import re
 import sys
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import IO, Any
 
@@ -40,11 +40,17 @@ class Row:
         texts: one, or two of a pair; what the row has of them, where there is an error.
         where: the file, and the line or the row, both counted from 1.
         error: why it cannot be used; "": it can.
+        words: of a text that is a list of words in the file; (): it is none.
     """
 
     texts: tuple[str, ...]
     where: str
     error: str = ""
+    words: tuple[str, ...] = ()
+
+
+# Makes a row of values, the names of their columns, and where they stand.
+MakeRow = Callable[[Sequence[Any], Sequence[str], str], Row]
 
 
 def is_table(data: str) -> bool:
@@ -63,22 +69,25 @@ def lines(data: str) -> Iterator[Row]:
     return _numbered(_opened(data), data)
 
 
-def rows(data: str, columns: Sequence[str]) -> Iterator[Row]:
+def rows(data: str, columns: Sequence[str], make_row: MakeRow | None = None) -> Iterator[Row]:
     """Returns the rows of a file with columns, see `is_table`.
 
     Args:
         data: a path or URL.
         columns: the names of those with the texts.
+        make_row: makes a row of the values of these columns, and of where they stand; of JSON and
+            parquet alone, since all of CSV is text. None: each value is a text.
     Raises:
         InputError: the file cannot be opened, lacks a column, or has it twice; no column is named;
             or, with a row, where it is so damaged that the next row is not known.
     """
     kind = TABLE.search(data)[1].lower()
-    if kind == "parquet":
-        return _parquet(data, columns)
     if kind in ("csv", "tsv"):
         return _separated(data, columns)
-    return _json_lines(data, columns)
+    make_row = make_row or text_row
+    if kind == "parquet":
+        return _parquet(data, columns, make_row)
+    return _json_lines(data, columns, make_row)
 
 
 def chunks(found: Iterable[Any], sizes: Iterable[int]) -> Iterator[list[Any]]:
@@ -133,7 +142,7 @@ def _check_columns(data: str, columns: Sequence[str], names: Sequence[str]) -> N
             raise InputError(f"{data} has {count} columns {name}; rename all but one")
 
 
-def _row(values: Sequence[Any], columns: Sequence[str], where: str) -> Row:
+def text_row(values: Sequence[Any], columns: Sequence[str], where: str) -> Row:
     """Returns a row of these values, with an error where one is no text."""
     texts = tuple("" if value is None else str(value) for value in values)
     for number, value in enumerate(values):
@@ -167,7 +176,7 @@ def _lines(file: IO[bytes], data: str) -> Iterator[str]:
 
 def _numbered(file: IO[bytes], data: str) -> Iterator[Row]:
     for number, line in enumerate(_lines(file, data), 1):
-        yield _row([line.removesuffix("\r")], (), f"{data} line {number}")
+        yield text_row([line.removesuffix("\r")], (), f"{data} line {number}")
 
 
 # Tables
@@ -221,13 +230,13 @@ def _fields(
         if not fields:
             continue
         if len(fields) == len(names):
-            yield _row([fields[place] for place in places], columns, where)
+            yield text_row([fields[place] for place in places], columns, where)
         else:
             error = f"it has {len(fields)} fields, and the header {len(names)}"
             yield Row(tuple(fields), where, error)
 
 
-def _json_lines(data: str, columns: Sequence[str]) -> Iterator[Row]:
+def _json_lines(data: str, columns: Sequence[str], make_row: MakeRow) -> Iterator[Row]:
     """Opens a file with a JSON object a line. One of the first has all columns: single lines may be
     broken."""
     content = _lines(_opened(data), data)
@@ -239,16 +248,18 @@ def _json_lines(data: str, columns: Sequence[str]) -> Iterator[Row]:
         names = list(objects[0]) if objects else []
         _check_columns(data, columns, names)  # raises InputError
     failure = itertools.chain.from_iterable(ahead)  # of reading the first lines, after them
-    return _objects(itertools.chain(first, failure, content), data, columns)
+    return _objects(itertools.chain(first, failure, content), data, columns, make_row)
 
 
-def _objects(content: Iterator[str], data: str, columns: Sequence[str]) -> Iterator[Row]:
+def _objects(
+    content: Iterator[str], data: str, columns: Sequence[str], make_row: MakeRow
+) -> Iterator[Row]:
     """Yields the rows of lines of JSON; empty lines are none."""
     for number, line in enumerate(content, 1):
         where = f"{data} line {number}"
         values = _parsed(line)
         if isinstance(values, dict):
-            yield _row([values.get(name) for name in columns], columns, where)
+            yield make_row([values.get(name) for name in columns], columns, where)
         elif line.strip():
             yield Row((line,), where, "it is no JSON object; expected one a line")
 
@@ -261,7 +272,7 @@ def _parsed(line: str) -> Any:
         return None
 
 
-def _parquet(data: str, columns: Sequence[str]) -> Iterator[Row]:
+def _parquet(data: str, columns: Sequence[str], make_row: MakeRow) -> Iterator[Row]:
     """Opens a parquet file."""
     import pyarrow as pa  # lines of text do not need it
     import pyarrow.parquet as pq
@@ -279,7 +290,7 @@ def _parquet(data: str, columns: Sequence[str]) -> Iterator[Row]:
                 by_column = [batch.column(name).to_pylist() for name in columns]
                 for values in zip(*by_column, strict=True):
                     number += 1
-                    yield _row(values, columns, f"{data} row {number}")
+                    yield make_row(values, columns, f"{data} row {number}")
         except (pa.ArrowException, OSError) as error:
             raise InputError(f"{data} is damaged after row {number}: {error}") from error
 

@@ -1,4 +1,5 @@
-"""Encoders that classify sequences: the model with its head, its logits and its losses.
+"""Encoders that classify sequences: the model with its head, its logits and its losses. The heads
+of token_classification.py are opened here, too.
 
     found = classifier(checkpoint.config, ("negative", "positive"), checkpoint.source)
     logits = compute_logits(found.model, batch)
@@ -72,13 +73,45 @@ def classifier(
         settings.id2label = dict(enumerate(labels))
         settings.label2id = {name: number for number, name in enumerate(labels)}
 
+    kind = HeadKind(AutoModelForSequenceClassification, OTHER_TASKS)
+    return with_head(kind, settings, of_checkpoint, source, labels, stated)
+
+
+@dataclass(frozen=True)
+class HeadKind:
+    """What a head is for.
+
+    Attributes:
+        auto_class: transformers' class of models with such a head.
+        other_tasks: ends of the names of models whose head has the same name, but was trained for
+            another task.
+    """
+
+    auto_class: type
+    other_tasks: tuple[str, ...]
+
+
+def with_head(
+    kind: HeadKind,
+    settings: PreTrainedConfig,
+    of_checkpoint: PreTrainedConfig,
+    source: Source | None,
+    labels: Sequence[str],
+    stated: Sequence[str],
+) -> Classifier:
+    """Returns a model with a head of this kind; see `classifier`.
+
+    Args:
+        settings: of the model, with its labels.
+        of_checkpoint: the checkpoint's, with its own.
+    """
     if source is None:
-        model = AutoModelForSequenceClassification.from_config(settings, dtype=torch.float32)
+        model = kind.auto_class.from_config(settings, dtype=torch.float32)
         return Classifier(model, heads.HeadDecision())
 
-    loaded = encoder_files.load(AutoModelForSequenceClassification, settings, source)
+    loaded = encoder_files.load(kind.auto_class, settings, source)
     label_dims = _label_dims(loaded.model)
-    head = _decide_head(loaded, label_dims, of_checkpoint, source, labels, stated)
+    head = _decide_head(loaded, label_dims, of_checkpoint, source, labels, stated, kind)
     if stated and head.rows is None:
         raise InputError(f"--labels states the order of a head's classes, but {head.why_new}")
 
@@ -99,6 +132,7 @@ def _decide_head(
     source: Source,
     labels: Sequence[str],
     stated: Sequence[str],
+    kind: HeadKind,
 ) -> heads.HeadDecision:
     """Decides what becomes of a checkpoint's head.
 
@@ -127,7 +161,7 @@ def _decide_head(
             return heads.new_head(where, f"one of {outputs} outputs, and {needed} are needed")
 
     class_names = of_checkpoint.architectures or []
-    other_tasks = [name for name in class_names if name.endswith(OTHER_TASKS)]
+    other_tasks = [name for name in class_names if name.endswith(kind.other_tasks)]
     if other_tasks and not stated:
         return heads.new_head(where, f"the head of a {other_tasks[0]}")
 

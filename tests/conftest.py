@@ -36,7 +36,7 @@ pytest.register_assert_rewrite("helpers", "launch_scenarios")
 
 # The scripts, those whose tests take longest first, so that no process is left with one of them at
 # the end.
-SCRIPTS = ("transformer", "pretrain", "glue", "squad", "resnet50", "dlrm")
+SCRIPTS = ("transformer", "pretrain", "glue", "squad", "resnet50", "dlrm", "tagging")
 # Files whose tests have the script as their parameter.
 OF_ALL_SCRIPTS = (
     "test_scripts.py",

@@ -407,9 +407,11 @@ SHORT = {
     "pretrain": replace(TRIALS["pretrain"].short, keep=1, best="accuracy"),
     "squad": replace(TRIALS["squad"].short, best="f1"),
     "resnet50": replace(TRIALS["resnet50"].short, keep=1, best="top1"),
+    "tagging": replace(TRIALS["tagging"].short, best="f1"),
     "transformer": replace(TRIALS["transformer"].short, eval_every=8, keep=1, best="bleu"),
 }
-CRASHES_AT = {"dlrm": 3, "glue": 12, "pretrain": 7, "resnet50": 40, "squad": 12, "transformer": 20}
+CRASHES_AT = {"dlrm": 3, "glue": 12, "pretrain": 7, "resnet50": 40, "squad": 12, "tagging": 12}
+CRASHES_AT["transformer"] = 20
 
 SCRIPTS = []
 for script_name in SHORT:

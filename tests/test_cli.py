@@ -160,7 +160,7 @@ def test_a_command_that_cannot_be_used_chooses_none(capsys, line, message):
     assert message in capsys.readouterr().err
 
 
-SCRIPTS = ["resnet50", "dlrm", "glue", "pretrain", "squad", "transformer", "translate"]
+SCRIPTS = ["resnet50", "dlrm", "glue", "pretrain", "squad", "tagging", "transformer", "translate"]
 
 
 @pytest.mark.parametrize("script", SCRIPTS)

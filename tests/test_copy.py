@@ -21,7 +21,7 @@ from models import encoders
 ENCODERS = ("bert", "distilbert", "roberta", "xlnet", "fairseq-roberta")
 OF_TEXT = ["auto", *ENCODERS, *(f"{model} pretrain" for model in ENCODERS)]
 ANSWERING = ["bert squad", "xlnet squad"]
-OF_TEXT += ANSWERING
+OF_TEXT += [*ANSWERING, "bert ner"]
 COPIES = ["resnet50", "dlrm", "transformer", *OF_TEXT]  # a model, and its task where it has two
 
 # What is not of every copy: file or package -> the copies that have it.
@@ -48,7 +48,9 @@ OF_MODELS = {
     "torchvision": {"resnet50"},
     "torchrec": {"dlrm"},
     "transformers": {*OF_TEXT},
-    "datasets": {"auto", *ENCODERS, *ANSWERING},
+    "data/windows.py": {"bert ner"},
+    "train/glue.py": {"auto", *ENCODERS},
+    "datasets": {"auto", *ENCODERS, *ANSWERING, "bert ner"},
 }
 
 # Flags of a trial that is over soon.
@@ -59,7 +61,9 @@ TRIALS = {
 }
 FINE_TUNING = "--epochs 0.1 --eval-every 1000 --lengths 32"
 PRETRAINING = "--steps 2 --eval-every 2"
-ANSWERS = "--epochs 0.1 --eval-every 1000"
+SHORT = "--epochs 0.1 --eval-every 1000"
+# Task with a script of its own -> the flags of a trial that is over soon.
+OF_TASKS = {"pretrain": PRETRAINING, "squad": SHORT, "ner": SHORT}
 
 # Runs command lines of a script in one process, each as `python -m` does.
 COMMANDS = """
@@ -81,6 +85,12 @@ def model_and_task(what: str) -> tuple[str, str]:
     """Returns the model and the task of one of COPIES; "": the model's usual task."""
     model, _, task = what.partition(" ")
     return model, task
+
+
+def script_of(what: str) -> str:
+    """Returns the script of one of COPIES."""
+    model, task = model_and_task(what)
+    return copy_model.SCRIPTS_OF_TASKS.get(task, copy_model.SCRIPTS[model])
 
 
 def copied(what: str, to: Path, **options) -> set[str]:
@@ -187,8 +197,7 @@ def test_the_readme_has_the_lines_to_change_first(what, tmp_path):
     for file, number, name in named:
         line = (tmp_path / file).read_text().splitlines()[int(number) - 1]
         assert re.match(rf"(def|class) {name}\b", line), (file, number, name)
-    model, task = model_and_task(what)
-    script = copy_model.SCRIPTS_OF_TASKS.get(task, copy_model.SCRIPTS[model])
+    script = script_of(what)
     assert f"tests/test_{script}.py) `TRIAL`" in readme
     assert "\nTRIAL = " in (tmp_path / f"tests/test_{script}.py").read_text()
 
@@ -280,8 +289,7 @@ def test_a_copy_trains_in_an_empty_folder(what, tmp_path):
     assert result.returncode == 0, result.stderr
 
     if task:
-        flags = {"pretrain": PRETRAINING, "squad": ANSWERS}[task]
-        train(folder, task, f"{flags} --model {model}")
+        train(folder, script_of(what), f"{OF_TASKS[task]} --model {model}")
     elif model in TRIALS:
         train(folder, copy_model.SCRIPTS[model], TRIALS[model])
     else:
@@ -411,9 +419,10 @@ PREDICTS = {
     "bert": {"sentences", "submission"},
     "auto": {"sentences", "submission"},
     "bert squad": {"answers"},
+    "bert ner": {"entities"},
     "dlrm": {"clicks"},
 }
-EVERY_KIND = {"pictures", "sentences", "submission", "answers", "clicks"}
+EVERY_KIND = {"pictures", "sentences", "submission", "answers", "entities", "clicks"}
 
 
 @pytest.mark.parametrize("model", PREDICTS)

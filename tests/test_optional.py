@@ -22,6 +22,7 @@ SCRIPTS = {
     "glue": "bert",
     "pretrain": "bert",
     "squad": "bert",
+    "tagging": "bert",
 }
 OF_THE_PROJECT = [part for part in optional.PARTS if part.given]
 
@@ -108,7 +109,7 @@ def assert_parts(script: str, model: str, device: str, extras: list[str]) -> Non
 def test_a_copy_has_a_part_only_where_it_is_asked_for(model):
     scripts = [copy_model.SCRIPTS[model]]
     if model in copy_model.ENCODERS:
-        scripts += ["pretrain", "squad"]
+        scripts += copy_model.SCRIPTS_OF_TASKS.values()
 
     for script in scripts:
         assert_parts(script, model, device="xla", extras=[])

@@ -22,7 +22,7 @@ import optional
 
 SCRIPTS = [
     ROOT / f"train/{name}.py"
-    for name in ("resnet50", "transformer", "glue", "pretrain", "squad", "dlrm")
+    for name in ("resnet50", "transformer", "glue", "pretrain", "squad", "dlrm", "tagging")
 ]
 FOLDERS = ("train", "models", "data", "tpu", "bench", "research")
 PAGES = [

@@ -11,7 +11,7 @@ from helpers import Stop
 
 from copied import convergence
 from copied.convergence import Ranges
-from train import dlrm, glue, pretrain, resnet50, squad, transformer
+from train import dlrm, glue, pretrain, resnet50, squad, tagging, transformer
 
 
 def smooth_units(set_attribute: Callable = setattr) -> None:
@@ -171,5 +171,17 @@ TRIALS = {
         reads=7,
         diverges={"lr": 1e30, "warmup_steps": 1},
         may_be_0="predictions lr warmup_steps seed workers save_every patience",
+    ),
+    "tagging": Trial(
+        script=tagging,
+        short=replace(tagging.TINY, epochs=0.25, log_every=1, eval_every=5),
+        checkpoints=(16,),
+        kill=Stop(step=9, saved=5),
+        terminate=12,
+        close={16: 2e-5},
+        moved=0.02,
+        graphs=3,  # of training and evaluation, and Adam's
+        reads=9,
+        may_be_0="tag_column lr warmup weight_decay patience seed workers eval_every save_every",
     ),
 }

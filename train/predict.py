@@ -1,9 +1,10 @@
-"""Predicts new pictures, sentences, pairs of sentences, answers or clicks with what a script has
-exported: one input after the other in, one line of JSON each out.
+"""Predicts new pictures, sentences, pairs of sentences or clicks, finds entities in sentences, or
+answers questions, with what a script has exported: one input after the other in, one line of JSON
+each out.
 
-model     the export of train/resnet50.py, train/glue.py, train/squad.py or train/dlrm.py
-          (runs/<name>/export), or another classifier of transformers, or a model of it that answers
-          questions; what it has decides what the inputs are
+model     the export of train/resnet50.py, train/glue.py, train/squad.py, train/tagging.py or
+          train/dlrm.py (runs/<name>/export), or another model of transformers that classifies
+          sentences, tags words or answers questions; what it has decides what the inputs are
 data      pictures: a file, a folder, a pattern, or - for paths from the standard input
           sentences: a file with one a line, or - for the standard input; named columns of CSV, TSV,
           JSONL or parquet, two of which are pairs
@@ -65,6 +66,7 @@ PARTS = {
     "pictures": "predict_pictures",
     "sentences": "predict_sentences",
     "answers": "predict_answers",
+    "entities": "predict_entities",
     "clicks": "predict_clicks",
     "test sets": "predict_submission",
 }
@@ -165,7 +167,7 @@ def _is_read(status: os.stat_result, data: str) -> bool:
 
 
 def kind_of(folder: str, given: str) -> str:
-    """Returns the kind of an export by what it has: "pictures", "sentences", "answers" or "clicks".
+    """Returns the kind of an export by what it has, a key of PARTS.
 
     Args:
         folder: local.
@@ -182,7 +184,7 @@ def kind_of(folder: str, given: str) -> str:
             "command that began it"
         )
     if "config.json" in names:
-        return _kind_of_text(os.path.join(folder, "config.json"))
+        return _kind_of_encoder(os.path.join(folder, "config.json"))
     if "model.safetensors" in names:
         about = files.read_metadata(os.path.join(folder, "model.safetensors"))
         if "features" in about and "num_dense" in about:
@@ -204,29 +206,34 @@ def kind_of(folder: str, given: str) -> str:
     raise InputError(f"{given} has neither config.json nor model.safetensors but {found}; {EXPORT}")
 
 
-# The ends of the names of transformers' classes -> the kind of an export of one; others are
-# classifiers of sentences.
-TEXT_KINDS = {"ForQuestionAnswering": "answers", "ForQuestionAnsweringSimple": "answers"}
+# End of the name of an encoder's class with its head -> the kind of its export; of all others it is
+# sentences, which refuses what it does not know.
+KIND_OF_HEAD = {
+    "ForTokenClassification": "entities",
+    "ForQuestionAnswering": "answers",
+    "ForQuestionAnsweringSimple": "answers",
+}
 
 
-def _kind_of_text(path: str) -> str:
-    """Returns the kind of a model of transformers, by the class that its config.json names."""
+def _kind_of_encoder(path: str) -> str:
+    """Returns the kind of an encoder's export, by its config.json."""
     try:
         with open(path, encoding="utf-8") as file:
-            class_names = json.load(file)["architectures"] or []
-    except (OSError, ValueError, TypeError, KeyError):
-        return "sentences"  # which says what is wrong with it
-    for class_name in class_names:
-        for end, kind in TEXT_KINDS.items():
-            if class_name.endswith(end):
+            content = json.load(file)
+    except (OSError, ValueError) as error:
+        raise InputError(f"{path} is damaged: {error}; copy the export again") from error
+    names = content.get("architectures") if isinstance(content, dict) else None
+    for name in names or ():
+        for head, kind in KIND_OF_HEAD.items():
+            if str(name).endswith(head):
                 return kind
     return "sentences"
 
 
-# Flags that do not count for all kinds of exports -> those for which they do.
+# Flags that count for some kinds of export only.
 OF_KIND = {
-    "text": ("sentences", "answers"),
-    "max_length": ("sentences", "answers"),
+    "text": ("sentences", "answers", "entities"),
+    "max_length": ("sentences", "answers", "entities"),
     "null_threshold": ("answers",),
     "image_size": ("pictures",),
 }
@@ -234,13 +241,13 @@ OF_KIND = {
 
 def _check_kind(config: Config, kind: str) -> None:
     """Raises InputError where a flag is given that the export has no use for."""
-    for name, kinds in OF_KIND.items():
+    for name, own_kinds in OF_KIND.items():
         value = getattr(config, name)
         is_given = value is not None if name == "null_threshold" else bool(value)
-        if is_given and kind not in kinds:
+        if is_given and kind not in own_kinds:
             shown = " ".join(value) if isinstance(value, tuple) else value
             raise InputError(
-                f"--{name.replace('_', '-')} is {shown}; it is for {' and '.join(kinds)}, and "
+                f"--{name.replace('_', '-')} is {shown}; it is for {' and '.join(own_kinds)}, and "
                 f"{config.model_dir} is a model of {kind}: leave it out"
             )
 
@@ -301,6 +308,8 @@ def answers(config: Config) -> Iterator[dict[str, Any]]:
         regression   "score"; of several numbers "scores", by name
         answers      "answer", "probability", "score", "start", "end", and "n_best": a list of
                      these; where there may be none, "null_difference"
+        entities     "entities", in the order of the text: [{"type": …, "text": …, "start": …,
+                     "end": …, "probability": …}, …]; characters start to end - 1 of "input"
         clicks       "probability"
         broken       "error", with skip_broken
 

@@ -13,4 +13,5 @@ ENCODER = replace(
     bert.ENCODER,
     architecture="",
     fine_tuning=replace(bert.ENCODER.fine_tuning, checkpoint=""),
+    tagging=replace(bert.ENCODER.tagging, checkpoint=""),
 )

@@ -87,6 +87,16 @@ ENCODER = Encoder(
         batch_size=32,
         no_answer={"epochs": 2, "batch_size": 48},
     ),
+    tagging=FineTuning(
+        # Which values were the best for CoNLL-2003 is not published.
+        source="Devlin et al. 2019, 5.3: a cased model; A.3: batches of 16 or 32, lr 5e-5, 3e-5 or "
+        "2e-5, 2, 3 or 4 epochs; google-research/bert, optimization.py",
+        checkpoint="google-bert/bert-base-cased",
+        lr=5e-5,
+        warmup=0.1,
+        weight_decay=0.01,
+        epochs=4,
+    ),
     objective="models.masked_words",
     pretraining=Pretraining(
         source="Devlin et al. 2019, A.2",

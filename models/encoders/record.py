@@ -172,6 +172,7 @@ class Encoder:
         language_head: the head that pretraining trains, see LanguageHead.
         fine_tuning: the recipe of train/glue.py.
         question_answering: the recipe of train/squad.py; its checkpoint is that of `fine_tuning`.
+        tagging: that of train/tagging.py; None: none was published, and `fine_tuning` is taken.
         objective: the module that train/pretrain.py computes losses with: models.masked_words,
             models.permutation or models.distillation. A copy for fine-tuning does without it.
         pretraining: the recipe of train/pretrain.py.
@@ -201,6 +202,7 @@ class Encoder:
     objective: str
     pretraining: Pretraining
     pretraining_of_size: Mapping[str, Pretraining] = field(default_factory=dict)
+    tagging: FineTuning | None = None
     teacher: str = ""
     vmem_kib: int = 0
     token_types: bool = False

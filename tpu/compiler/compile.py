@@ -43,7 +43,7 @@ from errors import InputError
 from models import encoders
 from tpu.compiler import apart, bundles, hlo, libtpu, report, staging, steps
 from tpu.compiler.libtpu import GIB
-from train import dlrm, glue, pretrain, resnet50, squad, transformer
+from train import dlrm, glue, pretrain, resnet50, squad, tagging, transformer
 from train.common import cli, device, files, interrupt, sharding
 from train.common.mesh import WHOLE, GraphError
 from train.common.xla import backend
@@ -59,6 +59,7 @@ FIRST_PRESET = {
     glue: "full",
     pretrain: "full",
     squad: "full",
+    tagging: "full",
 }
 MAKERS = {
     resnet50: steps.images,
@@ -67,9 +68,10 @@ MAKERS = {
     glue: steps.sentences,
     pretrain: steps.text,
     squad: steps.questions,
+    tagging: steps.tags,
 }
 
-OF_ENCODERS = (glue, pretrain, squad)
+OF_ENCODERS = (glue, pretrain, squad, tagging)
 
 
 @dataclass(frozen=True)
@@ -90,7 +92,7 @@ class Job:
         scripts = {"resnet50": resnet50, "transformer": transformer, "dlrm": dlrm}
         if self.model in scripts:
             return scripts[self.model]
-        of_tasks = {"pretrain": pretrain, "squad": squad}
+        of_tasks = {"pretrain": pretrain, "squad": squad, "ner": tagging}
         return of_tasks.get(self.task, glue)
 
     def config(self, devices: int) -> Any:

@@ -15,7 +15,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from transformers import AutoModelForSequenceClassification, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 
 from data import glue, pretraining
 from errors import InputError
@@ -23,6 +28,7 @@ from models import encoders, objectives, question_answering
 from tpu.compiler import staging
 from train import dlrm, pretrain, resnet50, squad, transformer
 from train import glue as glue_script
+from train import tagging as tagging_script
 from train.common import accumulate, device
 from train.common.xla.step_loop import StepLoop
 from train.translate import Translator, rows_per_batch
@@ -31,6 +37,7 @@ U8 = torch.uint8
 I32 = torch.int32
 I64 = torch.int64
 F32 = torch.float32
+CONLL_CLASSES = 9  # O, and B- and I- of four types
 
 
 @dataclass(frozen=True)
@@ -241,6 +248,22 @@ def question_batch(config: squad.Config, mesh: device.Mesh) -> dict:
         "end": ((count,), I32),
     }
     return staging.inputs(shapes, mesh)
+
+
+def tags(config: tagging_script.Config, mesh: device.Mesh, script: Any = tagging_script) -> Step:
+    """Returns the step of finding the four types of entities of CoNLL-2003, on a batch of the
+    longest windows."""
+    config = tagging_script.validate(replace(config, data=config.data or "conll2003"))
+    settings = encoders.published(config.model)
+    settings.num_labels = CONLL_CLASSES
+    model = AutoModelForTokenClassification.from_config(settings, dtype=torch.float32)
+    data = tagging_script.Data(None, None, model, None, None)
+    rows = (config.batch_size // config.update_every, config.lengths[-1])
+    shapes = dict.fromkeys(("input_ids", "attention_mask", "token_type_ids", "labels"), (rows, I32))
+    shapes["mask"] = (rows[:1], F32)
+    batch = staging.inputs(shapes, mesh)
+    what = f"{config.model}-base on entities, {config.lengths[-1]} tokens"
+    return step(script, config, data, batch, mesh, what, "sequences")
 
 
 def text(

@@ -5,6 +5,7 @@ its network is called.
     answer_formats.py  from a network's outputs to what is written: names and probabilities
     pictures.py        exports of train/resnet50.py
     sentences.py       exports of train/glue.py, and other classifiers of transformers
+    entities.py        exports of train/tagging.py, and other taggers of transformers
     clicks.py          exports of train/dlrm.py, on a user's own columns
     submission.py      GLUE's test sets, in the files that the benchmark's server takes
 

@@ -33,6 +33,9 @@ class Piece:
         broken: on the device, like a column of all outputs: 1 for an input that could not be read;
             None: `errors` has them all.
         why_broken: returns why an input, of this index, could not be read.
+        answers: waits for the device, and returns the answer of each input by its index, but of
+            those with an error; None: `outputs` has a row for an input, of which `to_answers` makes
+            its answer.
     """
 
     inputs: Sequence[Any]
@@ -42,11 +45,13 @@ class Piece:
     errors: dict[int, str] = field(default_factory=dict)
     broken: Tensor | None = None
     why_broken: Callable[[int], str] | None = None
+    answers: Callable[[], dict[int, dict[str, Any]]] | None = None
 
 
 class Predictor(Protocol):
-    """A model and its inputs, as `open_model` of pictures.py, sentences.py and clicks.py returns
-    them. What that of submission.py returns has `write` in place of `pieces` and `to_answers`.
+    """A model and its inputs, as `open_model` of pictures.py, sentences.py, entities.py and
+    clicks.py returns them. What that of submission.py returns has `write` in place of `pieces` and
+    `to_answers`.
 
     Attributes:
         notes: sentences for the user, complete when all pieces have been taken.
@@ -101,7 +106,9 @@ def answers_of(
     """
     answer_of = {}
     is_broken = set()
-    if piece.outputs:
+    if piece.answers is not None:
+        answer_of = piece.answers()
+    elif piece.outputs:
         logits, broken = _read(piece)
         filled = np.flatnonzero(piece.input_of_row >= 0)  # the others are padding
         inputs = piece.input_of_row[filled].tolist()
