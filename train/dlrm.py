@@ -9,8 +9,9 @@ recipes   clicks     for a log of your own: Adagrad 0.02, batch 128, small layer
                      most 40M rows; target AUC 0.8025 on day 23 of Criteo Terabyte
           mlperf_v2  mlcommons/training recommendation_v2/torchrec_dlrm: DCN-v2, multi-hot,
                      Adagrad 0.005, batch 65,536; target AUC 0.80275
-data      Criteo's click logs, prepared by `make data DATASET=criteo DATA=…`, or in torchrec's
-          arrays; a log of your own, prepared by `make data DATASET=clicks DATA=…`; MovieLens
+data      Criteo's click logs, prepared by `make data DATASET=criteo DATA=…` (for mlperf_v2 with
+          ARGS="--form mlperf_v2"), or in torchrec's arrays; a log of your own, prepared by
+          `make data DATASET=clicks DATA=…`; MovieLens
 run       python -m train.dlrm tiny                          synthetic data: half a minute on two
                                                              CPU cores
           python -m train.dlrm kaggle --data /data/kaggle    on a TPU VM; with --data the preset may
@@ -52,7 +53,8 @@ class Config:
     data: str = ""  # folder or URL of `make data`, torchrec or MovieLens; or "synthetic"
     evaluate: str = ""  # a finished run's folder: nothing is trained, its export is evaluated
     split: str = ""  # of --data, with --evaluate: train or valid; "": as in training
-    hash_rows: int = 0  # rows per table where ids are hashes (torchrec's one-hot); 0: 40,000,000
+    hash_rows: int = 0  # rows per table of torchrec's one-hot ids, at most; 0: 40,000,000
+    multi_hot: bool = False  # Criteo's ids become MLPerf v2's bags, 1 to 100 ids per feature
     bottom: tuple[int, ...] = (512, 256, 64, 16)  # MLP over dense features; last: embedding size
     top: tuple[int, ...] = (512, 256, 1)  # MLP over the interactions; its output is the logit
     interaction: Literal["dot", "dcn"] = "dot"  # products of all pairs, or DCN-v2's cross network
@@ -101,6 +103,7 @@ MLPERF_V1 = Config(
 MLPERF_V2 = replace(
     MLPERF_V1,
     interaction="dcn",
+    multi_hot=True,
     batch_size=65_536,
     optimizer="adagrad",
     lr=0.005,
@@ -198,8 +201,8 @@ def open_data(config: Config) -> Data:
         )
     hash_rows = config.hash_rows or None
     return Data(
-        train=criteo.open_clicks(config.data, "train", hash_rows),
-        eval=criteo.open_clicks(config.data, "eval", hash_rows),
+        train=criteo.open_clicks(config.data, "train", hash_rows, config.multi_hot),
+        eval=criteo.open_clicks(config.data, "eval", hash_rows, config.multi_hot),
     )
 
 
@@ -526,7 +529,8 @@ def open_evaluation(config: Config, export: Export) -> criteo.ClickLog:
         own_clicks = optional.load("own_clicks")
         return own_clicks.EncodedClicks(path, own_clicks.Columns.load(trained_maps))
 
-    log = criteo.open_clicks(config.data, opened_split, config.hash_rows or None)
+    hash_rows = config.hash_rows or None
+    log = criteo.open_clicks(config.data, opened_split, hash_rows, config.multi_hot)
     check_ids_of(log, export, config)
     return log
 
