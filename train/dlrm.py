@@ -42,6 +42,7 @@ from data.remote import local_copy
 from errors import InputError
 from models.dlrm import DLRM
 from train.common import checkpoint, cli, device, embedding, files, loading, many_steps
+from train.common.benchmark import Benchmark
 from train.common.embedding import pieces
 from train.common.evaluation import FinishedRun, resolve_config
 from train.common.mesh import Mesh
@@ -596,6 +597,38 @@ def evaluate_run(config: Config, mesh: Mesh) -> dict[str, float]:
     return run.record(config, mesh, len(log), metrics)
 
 
+def benchmark(config: Config, data: Data, steps_per_epoch: int) -> Benchmark | None:
+    """Returns what --log mlperf says of a run: MLPerf Training's DLRM-DCNv2, or None."""
+    if config.interaction != "dcn":
+        return None
+    hyperparameters = {
+        "seed": config.seed,
+        "gradient_accumulation_steps": 1,
+        "opt_name": config.optimizer,
+        "opt_base_learning_rate": config.lr,
+        "opt_weight_decay": 0.0,
+        "opt_learning_rate_warmup_steps": config.warmup_steps,
+        "opt_learning_rate_decay_start_step": 0,
+        "opt_learning_rate_decay_steps": 0,
+    }
+    if config.optimizer == "adagrad":
+        hyperparameters |= {
+            "opt_adagrad_epsilon": ADAGRAD_EPS,
+            "opt_adagrad_initial_accumulator_value": 0.0,
+            "opt_adagrad_learning_rate_decay": 0.0,
+        }
+    return Benchmark(
+        name="dlrm_dcnv2",
+        metric="auc",
+        target=0.80275,
+        train_samples=len(data.train),
+        eval_samples=len(data.eval),
+        batch_size=config.batch_size,
+        samples_per_epoch=steps_per_epoch * config.batch_size,
+        hyperparameters=hyperparameters,
+    )
+
+
 def headline(config: Config, data: Data, steps_per_epoch: int) -> str:
     """Returns what a run says first."""
     sources = splits.said(data.train, data.eval)
@@ -634,6 +667,7 @@ def main(config: Config) -> dict[str, float]:
         older_sources=splits.sources_of(*data, of="older_source"),
         total_steps=total_steps,
         metrics=METRICS,
+        benchmark=benchmark(config, data, steps_per_epoch),
     )
     if run.finished:
         return run.print_summary()
