@@ -107,8 +107,9 @@ class MultiHot:
 
     def _write(self) -> None:
         """Writes all tables, unless another process has done so meanwhile."""
+        lock_path = self.folder.with_suffix(".lock")
         try:
-            with open(self.folder.with_suffix(".lock"), "w") as lock:
+            with open(lock_path, "w") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX)
                 if self.folder.is_dir():
                     return
@@ -117,6 +118,7 @@ class MultiHot:
                 partial.mkdir()
                 self._write_tables(partial)
                 os.rename(partial, self.folder)
+                lock_path.unlink()  # a process that waits for it finds the folder
         except OSError as error:
             raise InputError(
                 f"{self.folder} cannot be written: {error.strerror or error}; MLPerf's multi-hot "

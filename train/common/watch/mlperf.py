@@ -117,8 +117,8 @@ class Log(Watcher):
         self._write()
 
     def resume(self) -> None:
-        is_over = self._stopped or self._step >= self._run.total_steps
-        if not (is_over or self._in_evaluation or self._in_block):
+        trains_on = self._step < self._run.total_steps and not self._run.evaluation_due
+        if trains_on and not (self._in_evaluation or self._in_block or self._stopped):
             self._start_block()
             self._write()
 
@@ -166,7 +166,7 @@ class Log(Watcher):
         self._stopped = "run_stop" in keys
 
     def _start_block(self) -> None:
-        if not (self._in_block or self._stopped):
+        if not self._in_block and not self._stopped:
             self._say("block_start", START, **self._place())
             self._in_block = True
 
