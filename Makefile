@@ -32,7 +32,11 @@ SCRIPT_dlrm     := dlrm
 SCRIPT_transformer := transformer
 # The encoders, as their list says: a line each of ENCODERS in optional.py.
 ENCODERS := $(shell sed -n 's/^    "\(.*\)": "models\.encoders\..*/\1/p' optional.py 2>/dev/null)
-$(foreach model,$(ENCODERS),$(eval SCRIPT_$(model) := $(if $(filter pretrain,$(TASK)),pretrain,glue)))
+# Of their tasks, those that have a script of their own, task=script, as SCRIPTS_OF_TASKS there says; others are GLUE's.
+TASK_SCRIPTS := $(shell sed -n 's/^    "\(.*\)": "train\.\(.*\)",$$/\1=\2/p' optional.py 2>/dev/null)
+OWN_SCRIPT := $(if $(TASK),$(patsubst $(TASK)=%,%,$(filter $(TASK)=%,$(TASK_SCRIPTS))))
+GLUE_TASK := $(if $(OWN_SCRIPT),,$(TASK))
+$(foreach model,$(ENCODERS),$(eval SCRIPT_$(model) := $(or $(OWN_SCRIPT),glue)))
 MODELS := resnet50 dlrm transformer $(ENCODERS)
 BENCHES := $(patsubst bench/%.py,%,$(filter-out bench/__init__.py,$(wildcard bench/*.py)))
 
@@ -217,7 +221,7 @@ endif
 given = $(and $($(1)),$(filter command environment,$(origin $(1))))
 passed = $(foreach name,$(1),$(if $(call given,$(name)),"$(name)=$$$(name)"))
 # What a script gets of them.
-RUN_FLAGS = $(PRESET) $(if $(filter $(MODEL),$(ENCODERS)),--model $(MODEL) $(if $(filter-out pretrain,$(TASK)),--task $(TASK))) \
+RUN_FLAGS = $(PRESET) $(if $(filter $(MODEL),$(ENCODERS)),--model $(MODEL) $(if $(GLUE_TASK),--task $(GLUE_TASK))) \
 	$(if $(DATA),--data "$$DATA") $(if $(call given,NAME),--name "$$NAME") $(if $(DEVICE),--device "$$DEVICE") $(ARGS)
 TRACKERS = $(if $(findstring tracker wandb,$(subst =, ,$(ARGS))),$(WANDB))
 ON_TPUS = $(filter-out local,$(TPU))
@@ -280,7 +284,7 @@ copy: check-model
 # What is here and what is missing, before anything is installed.
 doctor:
 	@$(RECORDED)python3 -m tpu.doctor --python "$(PYTHON)" $(if $(DATA),--data "$$DATA") $(if $(SCRIPT_$(MODEL)),--script $(SCRIPT_$(MODEL))) \
-		$(if $(filter-out pretrain,$(TASK)),--task "$$TASK") $(if $(TPU),--tpu "$$TPU") $(if $(ZONE),--zone "$$ZONE") \
+		$(if $(GLUE_TASK),--task "$$TASK") $(if $(TPU),--tpu "$$TPU") $(if $(ZONE),--zone "$$ZONE") \
 		$(if $(PROJECT),--project "$$PROJECT") $(ARGS)
 
 # What is promised, tried on a TPU, or on this machine without TPU=. Runs install what they need.

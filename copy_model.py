@@ -21,15 +21,19 @@ ROOT = Path(__file__).resolve().parent
 # What a script may import of this repository.
 PACKAGES = ("errors", "optional", "train", "models", "data")
 ENCODERS = optional.ENCODERS
-# Of the encoders.
-TASKS = ("pretrain", "cola", "sst2", "mrpc", "stsb", "qqp", "mnli", "qnli", "rte", "wnli")
+# Of the encoders: those with a script of their own, and GLUE's.
+SCRIPTS_OF_TASKS = {
+    task: module.removeprefix("train.") for task, module in optional.SCRIPTS_OF_TASKS.items()
+}
+GLUE_TASKS = ("cola", "sst2", "mrpc", "stsb", "qqp", "mnli", "qnli", "rte", "wnli")
+TASKS = (*SCRIPTS_OF_TASKS, *GLUE_TASKS)
 SCRIPTS = {
     "resnet50": "resnet50",
     "dlrm": "dlrm",
     "transformer": "transformer",
     **dict.fromkeys(ENCODERS, "glue"),
 }
-CHOOSES_MODEL = ("glue", "pretrain")  # by --model
+CHOOSES_MODEL = ("glue", *SCRIPTS_OF_TASKS.values())  # by --model
 # Scripts whose exports `make predict` does not take, and why.
 PREDICTS_NOTHING = {
     "transformer": "its train/translate.py translates",
@@ -219,7 +223,7 @@ def copy(
         if name not in EXTRAS:
             known = " ".join(EXTRAS)
             sys.exit(f"error: WITH={name} is not known; WITH is one or several of: {known}")
-    script = "pretrain" if task == "pretrain" else SCRIPTS[model]
+    script = SCRIPTS_OF_TASKS.get(task, SCRIPTS[model])
     if "predict" in extras and script in PREDICTS_NOTHING:
         sys.exit(f"error: WITH=predict is not for this copy: {PREDICTS_NOTHING[script]}")
     if script == "pretrain" and model not in optional.PRETRAINED:
@@ -257,7 +261,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=as_written)
     add = parser.add_argument
     add("model", help=" ".join(SCRIPTS))
-    add("--task", default="", help="pretrain: train/pretrain.py instead of train/glue.py")
+    add(
+        "--task",
+        default="",
+        help=f"one with a script of its own: {' '.join(SCRIPTS_OF_TASKS)}; or one of GLUE",
+    )
     add("--device", default="", help="only for xla, cpu or cuda; left out: for all three")
     add("--with", dest="extras", default="", help=f"what it can do without: {' '.join(EXTRAS)}")
     add("--to", required=True, help="a new or empty folder")

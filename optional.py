@@ -76,6 +76,12 @@ ENCODERS = {
 }
 PRETRAINED = tuple(name for name in ENCODERS if name != "auto")  # auto is for fine-tuning only
 
+# The tasks of the encoders that have a script of their own: TASK= -> the module of the script. All
+# others are tasks of GLUE, which have train/glue.py. The Makefile reads these lines as text.
+SCRIPTS_OF_TASKS = {
+    "pretrain": "train.pretrain",
+}
+
 OF_ENCODERS = tuple(f"MODEL={name}" for name in ENCODERS)
 
 NO_DEVICE = (

@@ -233,7 +233,7 @@ def _prefix(script: str, preset: str, given: dict[str, _Given]) -> str:
     words = [script]
     if "model" in given and len(given["model"].values) == 1:
         words = [given["model"].values[0]]
-        if script == "pretrain":
+        if script != "glue":
             words.append(script)
     if "task" in given and len(given["task"].values) == 1:
         words.append(given["task"].values[0])

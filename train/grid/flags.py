@@ -8,11 +8,16 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+import optional
 from errors import InputError
 
 TRAIN = Path(__file__).parents[1]
-SCRIPTS = ("resnet50", "dlrm", "transformer", "glue", "pretrain")
-OF_ENCODERS = ("glue", "pretrain")  # whose --model is MODEL= of make
+# Script -> its task of make's TASK=, of those whose task has no other script.
+TASK_OF_SCRIPT = {
+    module.removeprefix("train."): task for task, module in optional.SCRIPTS_OF_TASKS.items()
+}
+OF_ENCODERS = ("glue", *TASK_OF_SCRIPT)  # whose --model is MODEL= of make
+SCRIPTS = ("resnet50", "dlrm", "transformer", *OF_ENCODERS)
 
 # What a flag takes.
 SWITCH = "nothing"

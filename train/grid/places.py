@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from train.grid.axes import Grid
-from train.grid.flags import OF_ENCODERS
+from train.grid.flags import OF_ENCODERS, TASK_OF_SCRIPT
 from train.grid.records import FAILED, RUNNING, UNFINISHED, Record
 
 SUMMARY = "summary.json"
@@ -228,7 +228,7 @@ class Tpu:
         words = []
         if grid.script in OF_ENCODERS:
             model = _taken(flags, "--model") or "bert"
-            task = "pretrain" if grid.script == "pretrain" else _taken(flags, "--task")
+            task = TASK_OF_SCRIPT.get(grid.script) or _taken(flags, "--task")
             if task:
                 words.append(f"TASK={task}")
         words = [f"MODEL={model}", *words, f"PRESET={grid.preset}"]
