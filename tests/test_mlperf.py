@@ -184,7 +184,7 @@ def test_the_log_of_bert_passes_but_for_quality(bert_run):
     assert_only_quality_fails(bert_run)
 
 
-def test_the_log_of_dlrm_passes_but_for_quality_and_sample_counts(dlrm_run):
+def test_the_log_of_dlrm_passes_but_for_quality_and_counts(dlrm_run):
     values = values_of(dlrm_run)
     assert set(values) >= {*OF_ALL.split(), *OF_DLRM.split()}
     assert values["submission_org"] == "a test"
