@@ -100,7 +100,7 @@ PARTS = (
         name="watch",
         modules=("train.common.watch",),
         given=("WITH=watch",),
-        needed_by="--profile, --stall-after, --price, --tracker, --report or --kill-at",
+        needed_by="--profile, --stall-after, --price, --tracker, --log, --report or --kill-at",
         gives="curves, the bar, profiles, the watchdog and other things that change no number",
     ),
     Part(

@@ -25,20 +25,16 @@ from typing import BinaryIO, Literal
 import numpy as np
 
 from data import movielens, splits
+from data.multi_hot import MLPERF_ROWS, MultiHot, mlperf_rows
 from data.prepare.files import read_json
 from data.remote import FINISHED, local_copy
 from errors import InputError
 
 NUM_DENSE = 13
 
-# The tables of MLPerf's DLRM-DCNv2, for its multi-hot arrays:
-# https://github.com/mlcommons/training/tree/master/recommendation_v2/torchrec_dlrm
 MLPERF_MAX_ROWS = 40_000_000
-# fmt: off
-MLPERF_ROWS = (40_000_000, 39_060, 17_295, 7_424, 20_265, 3, 7_122, 1_543, 63,
-               40_000_000, 3_067_956, 405_282, 10, 2_209, 11_938, 155, 4, 976,
-               14, 40_000_000, 40_000_000, 40_000_000, 590_152, 12_973, 108, 36)
-# fmt: on
+# Prepares Criteo's text for MLPerf's multi-hot ids.
+MLPERF_COMMAND = 'make data DATASET=criteo DATA=… OUT=… ARGS="--form mlperf_v2"'
 
 # What is copied of a URL. Of vocabularies only those in columns/, which an export has.
 FILES = (
@@ -87,9 +83,15 @@ class ClickLog:
     which must be in range. The last day is for evaluation, all of it (torchrec validates on its
     first half and tests on its second).
 
+    With `multi_hot`, one-hot ids become MLPerf's multi-hot ones (data/multi_hot.py), and the first
+    half of the last day is for evaluation, on which MLPerf validates. The one-hot ids must be those
+    of MLPerf's reference: torchrec's arrays after its contiguous_preproc_criteo, or a prepared
+    folder of --form mlperf_v2.
+
     Args:
         rows: of torchrec's tables, one for all or one per feature; 40,000,000 by default, MLPerf's
-            with multi-hot.
+            with multi-hot. With `multi_hot`: the most of one of MLPerf's tables.
+        multi_hot: see above; arrays that are multi-hot already stay as they are.
     """
 
     table_rows: tuple[int, ...]
@@ -100,22 +102,43 @@ class ClickLog:
     source: str  # and left_out: see data/splits.py
     left_out: Sequence[str]
 
-    def __init__(self, folder: str | Path, split: Split, rows: int | Sequence[int] | None = None):
+    def __init__(
+        self,
+        folder: str | Path,
+        split: Split,
+        rows: int | Sequence[int] | None = None,
+        multi_hot: bool = False,
+    ):
         self.folder = Path(folder).expanduser()
         self.split = split
         self._files: list[Files] = []  # of each day; a prepared split is one day
         self._arrays: dict[int, Arrays] = {}  # of the days that this process has opened
         self._ends = np.empty(0, np.int64)  # the number of the row after each day's last
         self._modulo: np.ndarray | None = None  # uint32 [features]; None: ids are rows of tables
-        self._multi_hot = False
+        self._multi_hot = False  # the arrays are
+        self._bags: MultiHot | None = None  # makes one-hot arrays multi-hot
         self._prepared_lookups: tuple[int, ...] | None = None  # None: one per column
         self.columns_folder = None
         if (self.folder / "prepared.json").exists():
-            self._open_prepared(rows)
+            self._open_prepared(rows, multi_hot)
         else:
-            self._open_torchrec(rows)
+            self._open_torchrec(rows, multi_hot)
+        if multi_hot:
+            self._open_multi_hot()
 
-    def _open_prepared(self, rows: int | Sequence[int] | None) -> None:
+    def _open_multi_hot(self) -> None:
+        """Makes one-hot arrays multi-hot, and leaves MLPerf's half of the last day to evaluate."""
+        if not self._multi_hot:
+            self._bags = MultiHot(self.folder, self.table_rows)
+            self.lookups = self._bags.lookups
+        if self.split == "eval":
+            # As torchrec halves a day: an odd row is of the first half.
+            half = -(-len(self) // 2)
+            self._ends = np.array([half])
+            self.left_out = [*self.left_out, f"the second half of {self.source}"]
+            self.source = f"the first half of {self.source}"
+
+    def _open_prepared(self, rows: int | Sequence[int] | None, multi_hot: bool) -> None:
         if rows is not None:
             raise InputError(
                 f"{self.folder} has tables of its own; their rows are chosen when it is prepared"
@@ -126,6 +149,11 @@ class ClickLog:
             )
 
         report = read_json(self.folder / "prepared.json")
+        if multi_hot and report.get("form") != "mlperf_v2":
+            raise InputError(
+                f"{self.folder} has other ids than MLPerf's multi-hot ones are made of; prepare "
+                f"the text to another folder: {MLPERF_COMMAND}; or give --no-multi-hot"
+            )
         splits.set_source(self, report, evaluation=self.split == "eval")
         self.table_rows = tuple(report["table_rows"])
         files = Files(
@@ -160,7 +188,7 @@ class ClickLog:
                 f"each of {len(self.features)} features; copy the whole folder, or prepare it again"
             )
 
-    def _open_torchrec(self, rows: int | Sequence[int] | None) -> None:
+    def _open_torchrec(self, rows: int | Sequence[int] | None, multi_hot: bool) -> None:
         days = self._days()
         if len(days) < 2:
             raise InputError(
@@ -185,7 +213,19 @@ class ClickLog:
                 )
             )
         self._read_shapes()
+        if multi_hot:
+            self._check_features()
+            if rows is None or isinstance(rows, int):
+                rows = mlperf_rows(rows)
         self._set_table_rows(rows)
+
+    def _check_features(self) -> None:
+        """Raises InputError where the arrays have other features than MLPerf's."""
+        if len(self.lookups) != len(MLPERF_ROWS):
+            raise InputError(
+                f"{self.folder} has {len(self.lookups)} categorical features; MLPerf's multi-hot "
+                f"ids are made of Criteo's {len(MLPERF_ROWS)}; give --no-multi-hot"
+            )
 
     def _days(self) -> list[int]:
         """Returns the numbers of the days that have labels, rising."""
@@ -332,12 +372,16 @@ class ClickLog:
 
         ids = np.concatenate([array[selection] for array in arrays.sparse], axis=1)
         if self._modulo is not None:
+            if self._bags is not None:
+                self._check_contiguous(ids, day)
             # Hashes beyond 2^31 are negative in int32; they mean the unsigned number.
             ids = ids.view(np.uint32) if ids.dtype == np.int32 else ids.astype(np.uint32)
             ids %= self._modulo
             ids = ids.view(np.int32)
         elif self._multi_hot:
             self._check_ids(ids, day)
+        if self._bags is not None:
+            ids = self._bags.bags(ids)
 
         # A float64 that float32 cannot hold becomes infinite, which is refused below.
         with np.errstate(over="ignore"):
@@ -374,6 +418,19 @@ class ClickLog:
         raise InputError(
             f"{path} has the label {label[number]:g} in row {rows[number]} (from 0); "
             "expected 0 or 1"
+        )
+
+    def _check_contiguous(self, ids: np.ndarray, day: int) -> None:
+        """Raises InputError for an id that is a hash: MLPerf's are numbered, at most some 10^8."""
+        strange = (ids < 0) | (ids >= 2**31)
+        if not strange.any():
+            return
+        row, column = np.argwhere(strange)[0]
+        path = self.folder / self._files[day].sparse
+        raise InputError(
+            f"{path} has the id {ids[row, column]} for {self.features[column]}, a hash; MLPerf's "
+            "multi-hot ids are made of numbered ones: run torchrec's contiguous_preproc_criteo on "
+            f"these arrays, or prepare the text: {MLPERF_COMMAND}"
         )
 
     def _check_ids(self, ids: np.ndarray, day: int) -> None:
@@ -578,7 +635,10 @@ def _hidden(seed: int, feature: int, part: int, ids: np.ndarray) -> np.ndarray:
 
 
 def open_clicks(
-    data: str, split: Split, rows: int | Sequence[int] | None = None
+    data: str,
+    split: Split,
+    rows: int | Sequence[int] | None = None,
+    multi_hot: bool = False,
 ) -> "ClickLog | movielens.MovieLens":
     """Opens the click log in a folder or at a URL.
 
@@ -587,6 +647,7 @@ def open_clicks(
 
     Args:
         rows: of the tables of torchrec's layout, see ClickLog.
+        multi_hot: makes MLPerf's multi-hot ids of one-hot ones, see ClickLog.
     """
     folder = Path(local_copy(data, *FILES)).expanduser()
     command = f"make data DATASET=criteo DATA={data}"
@@ -604,14 +665,19 @@ def open_clicks(
 
     for prepared in (folder, folder / "prepared"):
         if (prepared / "prepared.json").exists():
-            return ClickLog(prepared, split, rows)
+            return ClickLog(prepared, split, rows, multi_hot)
         if (prepared / "parts").exists():
             raise InputError(
                 f"{prepared} is not prepared to its end; give the same `make data` command again"
             )
     if any(folder.glob("day_*_labels.npy")):
-        return ClickLog(folder, split, rows)
+        return ClickLog(folder, split, rows, multi_hot)
     if movielens.has_ratings(folder):
+        if multi_hot:
+            raise InputError(
+                f"{data} is MovieLens; MLPerf's multi-hot ids are made of Criteo's: "
+                "give --no-multi-hot"
+            )
         return movielens.MovieLens(folder, split)
 
     days = [f"day_{day}" for day in range(24)]

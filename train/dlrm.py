@@ -9,8 +9,9 @@ recipes   clicks     for a log of your own: Adagrad 0.02, batch 128, small layer
                      most 40M rows; target AUC 0.8025 on day 23 of Criteo Terabyte
           mlperf_v2  mlcommons/training recommendation_v2/torchrec_dlrm: DCN-v2, multi-hot,
                      Adagrad 0.005, batch 65,536; target AUC 0.80275
-data      Criteo's click logs, prepared by `make data DATASET=criteo DATA=…`, or in torchrec's
-          arrays; a log of your own, prepared by `make data DATASET=clicks DATA=…`; MovieLens
+data      Criteo's click logs, prepared by `make data DATASET=criteo DATA=…` (for mlperf_v2 with
+          ARGS="--form mlperf_v2"), or in torchrec's arrays; a log of your own, prepared by
+          `make data DATASET=clicks DATA=…`; MovieLens
 run       python -m train.dlrm tiny                          synthetic data: half a minute on two
                                                              CPU cores
           python -m train.dlrm kaggle --data /data/kaggle    on a TPU VM; with --data the preset may
@@ -41,6 +42,7 @@ from data.remote import local_copy
 from errors import InputError
 from models.dlrm import DLRM
 from train.common import checkpoint, cli, device, embedding, files, loading, many_steps
+from train.common.benchmark import Benchmark
 from train.common.embedding import pieces
 from train.common.evaluation import FinishedRun, resolve_config
 from train.common.mesh import Mesh
@@ -52,7 +54,8 @@ class Config:
     data: str = ""  # folder or URL of `make data`, torchrec or MovieLens; or "synthetic"
     evaluate: str = ""  # a finished run's folder: nothing is trained, its export is evaluated
     split: str = ""  # of --data, with --evaluate: train or valid; "": as in training
-    hash_rows: int = 0  # rows per table where ids are hashes (torchrec's one-hot); 0: 40,000,000
+    hash_rows: int = 0  # rows per table of torchrec's one-hot ids, at most; 0: 40,000,000
+    multi_hot: bool = False  # Criteo's ids become MLPerf v2's bags, 1 to 100 ids per feature
     bottom: tuple[int, ...] = (512, 256, 64, 16)  # MLP over dense features; last: embedding size
     top: tuple[int, ...] = (512, 256, 1)  # MLP over the interactions; its output is the logit
     interaction: Literal["dot", "dcn"] = "dot"  # products of all pairs, or DCN-v2's cross network
@@ -101,6 +104,7 @@ MLPERF_V1 = Config(
 MLPERF_V2 = replace(
     MLPERF_V1,
     interaction="dcn",
+    multi_hot=True,
     batch_size=65_536,
     optimizer="adagrad",
     lr=0.005,
@@ -198,8 +202,8 @@ def open_data(config: Config) -> Data:
         )
     hash_rows = config.hash_rows or None
     return Data(
-        train=criteo.open_clicks(config.data, "train", hash_rows),
-        eval=criteo.open_clicks(config.data, "eval", hash_rows),
+        train=criteo.open_clicks(config.data, "train", hash_rows, config.multi_hot),
+        eval=criteo.open_clicks(config.data, "eval", hash_rows, config.multi_hot),
     )
 
 
@@ -526,7 +530,8 @@ def open_evaluation(config: Config, export: Export) -> criteo.ClickLog:
         own_clicks = optional.load("own_clicks")
         return own_clicks.EncodedClicks(path, own_clicks.Columns.load(trained_maps))
 
-    log = criteo.open_clicks(config.data, opened_split, config.hash_rows or None)
+    hash_rows = config.hash_rows or None
+    log = criteo.open_clicks(config.data, opened_split, hash_rows, config.multi_hot)
     check_ids_of(log, export, config)
     return log
 
@@ -592,6 +597,38 @@ def evaluate_run(config: Config, mesh: Mesh) -> dict[str, float]:
     return run.record(config, mesh, len(log), metrics)
 
 
+def benchmark(config: Config, data: Data, steps_per_epoch: int) -> Benchmark | None:
+    """Returns what --log mlperf says of a run: MLPerf Training's DLRM-DCNv2, or None."""
+    if config.interaction != "dcn":
+        return None
+    hyperparameters = {
+        "seed": config.seed,
+        "gradient_accumulation_steps": 1,
+        "opt_name": config.optimizer,
+        "opt_base_learning_rate": config.lr,
+        "opt_weight_decay": 0.0,
+        "opt_learning_rate_warmup_steps": config.warmup_steps,
+        "opt_learning_rate_decay_start_step": 0,
+        "opt_learning_rate_decay_steps": 0,
+    }
+    if config.optimizer == "adagrad":
+        hyperparameters |= {
+            "opt_adagrad_epsilon": ADAGRAD_EPS,
+            "opt_adagrad_initial_accumulator_value": 0.0,
+            "opt_adagrad_learning_rate_decay": 0.0,
+        }
+    return Benchmark(
+        name="dlrm_dcnv2",
+        metric="auc",
+        target=0.80275,
+        train_samples=len(data.train),
+        eval_samples=len(data.eval),
+        batch_size=config.batch_size,
+        samples_per_epoch=steps_per_epoch * config.batch_size,
+        hyperparameters=hyperparameters,
+    )
+
+
 def headline(config: Config, data: Data, steps_per_epoch: int) -> str:
     """Returns what a run says first."""
     sources = splits.said(data.train, data.eval)
@@ -630,6 +667,7 @@ def main(config: Config) -> dict[str, float]:
         older_sources=splits.sources_of(*data, of="older_source"),
         total_steps=total_steps,
         metrics=METRICS,
+        benchmark=benchmark(config, data, steps_per_epoch),
     )
     if run.finished:
         return run.print_summary()

@@ -34,6 +34,7 @@ from models import architectures, encoder_files, encoder_layers, encoders, layer
 from models.encoders.record import Pretraining
 from train.common import accumulate, checkpoint, cli, device, files, loading
 from train.common.batches import Examples
+from train.common.benchmark import Benchmark
 from train.common.evaluation import FIELDS, FinishedRun, resolve_config
 from train.common.mesh import WHOLE, Layout, Mesh
 from train.common.run import Run
@@ -103,6 +104,7 @@ EVALUATE_FLAGS = ("batch_size", "update_every")
 # Fields that a trial's teacher does not have. They do not count for its name: older versions had
 # none of them, and find their teachers again.
 OF_STUDENT = ("best", "patience")
+BETA1 = 0.9  # of AdamW and LAMB
 ADAM_EPS = 1e-6  # of BERT's and DistilBERT's code, and in RoBERTa's and XLNet's papers
 SYNTHETIC_LENGTH = 32  # a trial's tokens per row
 SYNTHETIC_INIT = 0.05  # the spread of a trial's new weights
@@ -275,7 +277,7 @@ def make_optimizer(config: Config, model: nn.Module) -> torch.optim.Optimizer:
     """Returns AdamW or LAMB; biases and norms have no weight decay."""
     recipe = recipe_of(config)
     groups = architectures.parameter_groups(model, recipe.weight_decay)
-    betas = (0.9, recipe.beta2)
+    betas = (BETA1, recipe.beta2)
     # device.set_lr sets the rate before each step. XLA has no foreach kernels.
     options = {"lr": config.lr, "betas": betas, "eps": ADAM_EPS, "foreach": False}
     if config.optimizer == "lamb":
@@ -466,6 +468,45 @@ def evaluate_run(config: Config, mesh: Mesh) -> dict[str, float]:
     return run.record(config, mesh, len(text), metrics)
 
 
+def benchmark(config: Config, data: Data) -> Benchmark | None:
+    """Returns what --log mlperf says of a run: MLPerf Training's BERT, or None.
+
+    Its rules are for LAMB: AdamW's numbers have no names there.
+    """
+    if config.model != "bert":
+        return None
+    hyperparameters = {
+        "seed": config.seed,
+        "gradient_accumulation_steps": config.update_every,
+        "max_sequence_length": data.train.text.length,
+        "opt_name": config.optimizer,
+        "opt_base_learning_rate": config.lr,
+        "opt_learning_rate_training_steps": config.steps,
+        "opt_learning_rate_warmup_steps": config.warmup_steps,
+        "num_warmup_steps": config.warmup_steps,
+        "start_warmup_step": 0,
+    }
+    if config.optimizer == "lamb":
+        recipe = recipe_of(config)
+        hyperparameters |= {
+            "opt_lamb_epsilon": ADAM_EPS,
+            "opt_lamb_beta_1": BETA1,
+            "opt_lamb_beta_2": recipe.beta2,
+            "opt_lamb_weight_decay_rate": recipe.weight_decay,
+            "opt_lamb_learning_rate_decay_poly_power": 1.0,
+        }
+    return Benchmark(
+        name="bert",
+        metric="accuracy",
+        target=0.72,
+        train_samples=len(data.train),
+        eval_samples=len(data.eval),
+        batch_size=config.batch_size,
+        samples_per_epoch=1,
+        hyperparameters=hyperparameters,
+    )
+
+
 def headline(config: Config, data: Data, steps_per_epoch: int) -> str:
     """Returns what a run says first."""
     text = data.train.text
@@ -516,6 +557,7 @@ def main(config: Config) -> dict[str, float]:
         sources=splits.sources_of(data.train.text, data.eval.text),
         total_steps=total_steps,
         metrics=metric_names(config),
+        benchmark=benchmark(config, data),
     )
     if run.finished:
         return run.print_summary()

@@ -14,6 +14,18 @@ https://github.com/facebookresearch/dlrm.
 The categories become rows of embedding tables: 0 where the value is missing, 1 where it is rare or
 not seen in training, and from 2 on by falling count in the training rows. Of equal counts the
 smaller value comes first.
+
+With --form mlperf_v2 both are those of MLPerf's DLRM-DCNv2 (mlcommons/training, recommendation_v2/
+torchrec_dlrm/scripts/process_Criteo_1TB_Click_Logs_dataset.sh, which calls torchrec):
+
+    integers    log(x + 3), missing ones 0, ones below -2 as -2 (torchrec 0.3.2, tsv_to_npys)
+    categories  numbered from 2 on as they first appear in all files, those of evaluation too; a
+                missing one is the value 0; then the remainder by the rows of MLPerf's tables
+                (sparse_to_contiguous without a threshold)
+
+and the tables of multi-hot ids (data/multi_hot.py) are written beside them. The order of the rows
+stays that of the text: training shuffles. torchrec shuffles the training days on disk, through
+float32, which rounds ids above 16,777,216; these here are exact.
 """
 
 import codecs
@@ -25,7 +37,7 @@ import zlib
 from binascii import unhexlify
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, Literal
 
 import numpy as np
 import pyarrow as pa
@@ -35,6 +47,7 @@ from pyarrow import csv
 from data import splits
 from data.criteo import MLPERF_MAX_ROWS, NUM_DENSE, map_npz, text_files
 from data.leftovers import is_leftover
+from data.multi_hot import MultiHot, mlperf_rows
 from data.prepare import pipeline
 from data.prepare.files import create_array, read_json, write_json, write_rows
 from data.prepare.pipeline import Preparation, expect, save_arrays
@@ -50,6 +63,8 @@ RARE = 1
 FIRST = 2
 
 DAYS = [f"day_{day}" for day in range(24)]
+
+Form = Literal["own", "mlperf_v2"]
 
 # Text of a chunk, which becomes one file: the most work that a kill costs, and what a worker holds
 # in memory.
@@ -78,6 +93,7 @@ class Flags:
     threshold: int = 1  # values seen fewer times in training rows share the id 1; 1 keeps all
     max_rows: int = MLPERF_MAX_ROWS  # most rows of a table, rare values share them; 0: no limit
     hash_rows: int = 0  # rows of every table; an id is a value's remainder, no vocabulary; 0: off
+    form: Form = "own"  # mlperf_v2: values as its reference has them, for training of that preset
     bad_rows: float = 0.0001  # share of malformed lines that may be left out; more are an error
     workers: int = os.cpu_count() or 1  # processes
 
@@ -131,7 +147,7 @@ def _shown(field: bytes) -> str:
 class Rows:
     """Parsed lines: the n good ones as arrays, and how many others there are."""
 
-    dense: np.ndarray  # float32 [n, 13], log(x + 1)
+    dense: np.ndarray  # float32 [n, 13], logarithms
     label: np.ndarray  # uint8 [n]
     sparse: np.ndarray  # uint32 [26, n]: a feature's values lie together, for counting
     missing: np.ndarray  # uint32 [n], bit t: feature t is missing
@@ -141,7 +157,7 @@ class Rows:
     why: str = ""  # the first bad line is bad
 
 
-def parse(text: bytes) -> Rows:
+def parse(text: bytes, form: Form = "own") -> Rows:
     """Parses whole lines, all columns at once.
 
     Leaves out exactly the lines for which `malformed` gives a reason.
@@ -161,7 +177,7 @@ def parse(text: bytes) -> Rows:
     table = _read_table(characters, len(readable))
 
     label, bad_label = _parse_labels(table[0])
-    dense, bad_integer = _parse_integers(table[1 : 1 + NUM_DENSE])
+    dense, bad_integer = _parse_integers(table[1 : 1 + NUM_DENSE], form)
     sparse, missing, bad_category = _parse_categories(table[1 + NUM_DENSE :])
 
     bad = bad_label | bad_integer | bad_category
@@ -234,8 +250,8 @@ def _parse_labels(strings: pa.Array) -> tuple[np.ndarray, np.ndarray]:
     return label, ~fits.to_numpy(zero_copy_only=False)
 
 
-def _parse_integers(columns: list[pa.Array]) -> tuple[np.ndarray, np.ndarray]:
-    """Returns log(x + 1) of the integers, float32 [n, 13], and the malformed rows, bool [n]."""
+def _parse_integers(columns: list[pa.Array], form: Form) -> tuple[np.ndarray, np.ndarray]:
+    """Returns logarithms of the integers, float32 [n, 13], and the malformed rows, bool [n]."""
     rows = len(columns[0])
     dense = np.zeros((rows, NUM_DENSE), np.float32)
     bad = np.zeros(rows, bool)
@@ -244,7 +260,12 @@ def _parse_integers(columns: list[pa.Array]) -> tuple[np.ndarray, np.ndarray]:
         if not pc.all(fits, min_count=0).as_py():
             bad |= ~fits.to_numpy(zero_copy_only=False)
             strings = pc.if_else(fits, strings, None)
-        dense[:, column] = strings.cast(pa.int64()).fill_null(0).to_numpy()
+        integers = strings.cast(pa.int64()).fill_null(0).to_numpy()
+        if form == "mlperf_v2":
+            integers = np.maximum(integers, -2) + 3  # before it is rounded to float32
+        dense[:, column] = integers
+    if form == "mlperf_v2":
+        return np.log(dense), bad
     return np.log(np.maximum(dense, 0) + 1), bad
 
 
@@ -323,7 +344,7 @@ def _read_line(file: BinaryIO, name: str) -> bytes:
     return line
 
 
-def _save_chunk(blocks: Iterator[bytes], path: Path) -> None:
+def _save_chunk(blocks: Iterator[bytes], path: Path, form: Form = "own") -> None:
     """Parses the blocks of a chunk into one .npz file."""
     parsed = []
     lines = 0
@@ -331,7 +352,7 @@ def _save_chunk(blocks: Iterator[bytes], path: Path) -> None:
     first_bad = -1  # line of the chunk, from 0; -1: there is none
     why = ""
     for block in blocks:
-        rows = parse(block)
+        rows = parse(block, form)
         if rows.bad and first_bad < 0:
             first_bad = lines + rows.first_bad
             why = rows.why
@@ -354,7 +375,7 @@ def _save_chunk(blocks: Iterator[bytes], path: Path) -> None:
     )
 
 
-def _parse_range(path: Path, start: int, stop: int, chunk: Path) -> None:
+def _parse_range(path: Path, start: int, stop: int, form: Form, chunk: Path) -> None:
     """Parses the lines that begin in bytes [start, stop) of a plain file, into the file `chunk`."""
     with open(path, "rb") as file:
         if start > 0:
@@ -362,10 +383,12 @@ def _parse_range(path: Path, start: int, stop: int, chunk: Path) -> None:
             file.seek(start - 1)
             _read_line(file, str(path))
         blocks = _blocks(file, stop - file.tell(), str(path))
-        _save_chunk(blocks, chunk)
+        _save_chunk(blocks, chunk, form)
 
 
-def _parse_gz(path: Path, parts: Path, source: int, chunk_bytes: int, count: Path) -> None:
+def _parse_gz(
+    path: Path, parts: Path, source: int, chunk_bytes: int, form: Form, count: Path
+) -> None:
     """Parses a .gz file into as many chunks as it needs, then writes their number to `count`.
 
     Chunks that are already there are only decompressed.
@@ -384,7 +407,7 @@ def _parse_gz(path: Path, parts: Path, source: int, chunk_bytes: int, count: Pat
                 for _ in blocks:
                     pass
             else:
-                _save_chunk(blocks, chunk)
+                _save_chunk(blocks, chunk, form)
             number += 1
     write_json(count, {"chunks": number})
 
@@ -411,6 +434,7 @@ class Tally:
 
     values: np.ndarray  # uint32 [n], rising
     counts: np.ndarray  # int64 [n]
+    firsts: np.ndarray | None = None  # int64 [n], the first row of each; None: not asked for
 
 
 def _count(
@@ -438,23 +462,51 @@ def _count(
     save_arrays(path, values=values, ids=ids.astype(np.int32), rows=rows, seen=len(tally.values))
 
 
-def _count_values(feature: int, chunks: list[Chunk], boundary: int) -> Tally:
+def _number(feature: int, chunks: list[Chunk], total: int, rows: int, path: Path) -> None:
+    """Numbers a feature's values as MLPerf's reference does, and saves its vocabulary by value.
+
+    Args:
+        chunks: all of them.
+        total: rows of all chunks.
+        rows: of the table.
+    """
+    tally = _count_values(feature, chunks, total, by_appearance=True)
+    ids = np.empty(len(tally.values), np.int64)
+    by_appearance = np.argsort(tally.firsts)
+    ids[by_appearance] = np.arange(FIRST, FIRST + len(ids))
+    ids = (ids % rows).astype(np.int32)
+    save_arrays(path, values=tally.values, ids=ids, rows=rows, seen=len(tally.values))
+
+
+def _count_values(
+    feature: int, chunks: list[Chunk], boundary: int, by_appearance: bool = False
+) -> Tally:
     """Returns how often each value of a feature occurs in the rows before `boundary`.
 
     Chunks are merged when they hold as many values as the tally so far. So memory is bounded by
     about four vocabularies, and the time is that of sorting all rows once, whatever the number of
     chunks.
+
+    Args:
+        by_appearance: the tally has `firsts`, too, and a missing value counts as 0; otherwise it
+            does not count.
     """
     tally = Tally(np.empty(0, np.uint32), np.empty(0, np.int64))
+    if by_appearance:
+        tally = dataclasses.replace(tally, firsts=np.empty(0, np.int64))
     waiting = []
     waiting_values = 0
     for chunk in chunks:
         rows = boundary - chunk.offset  # more than it has, for all chunks but the last
         arrays = map_npz(chunk.path)
-        is_missing = (arrays["missing"][:rows] >> np.uint32(feature)) & 1
-        seen = arrays["sparse"][feature, :rows][is_missing == 0]
-        values, counts = np.unique(seen, return_counts=True)
-        of_chunk = Tally(values, counts)
+        seen = arrays["sparse"][feature, :rows]  # 0 where a value is missing
+        if by_appearance:
+            values, firsts, counts = np.unique(seen, return_index=True, return_counts=True)
+            of_chunk = Tally(values, counts, chunk.offset + firsts)
+        else:
+            is_missing = (arrays["missing"][:rows] >> np.uint32(feature)) & 1
+            values, counts = np.unique(seen[is_missing == 0], return_counts=True)
+            of_chunk = Tally(values, counts)
         waiting.append(of_chunk)
         waiting_values += len(of_chunk.values)
         if waiting_values >= max(len(tally.values), MERGED_AT_LEAST):
@@ -467,28 +519,33 @@ def _count_values(feature: int, chunks: list[Chunk], boundary: int) -> Tally:
 
 
 def _merge(tallies: list[Tally]) -> Tally:
-    """Returns the sum of several tallies."""
+    """Returns the sum of several tallies, which are in the order of their rows."""
     values = np.concatenate([tally.values for tally in tallies])
     counts = np.concatenate([tally.counts for tally in tallies])
+    first_rows = None
+    if tallies[0].firsts is not None:
+        first_rows = np.concatenate([tally.firsts for tally in tallies])
     if not len(values):
-        return Tally(values, counts)
+        return Tally(values, counts, first_rows)
 
-    order = np.argsort(values, kind="stable")
+    order = np.argsort(values, kind="stable")  # the earlier tally's first, of equal values
     values = values[order]
     counts = counts[order]
     # Where a value differs from the one before it; the first one from any other value.
     other_than_first = values[:1] ^ 1
-    firsts = np.flatnonzero(np.diff(values, prepend=other_than_first))
-    return Tally(values[firsts], np.add.reduceat(counts, firsts))
+    starts = np.flatnonzero(np.diff(values, prepend=other_than_first))
+    if first_rows is not None:
+        first_rows = first_rows[order][starts]
+    return Tally(values[starts], np.add.reduceat(counts, starts), first_rows)
 
 
-def _write(chunk: Chunk, boundary: int, out: Path, hash_rows: int, written: Path) -> None:
+def _write(chunk: Chunk, boundary: int, flags: Flags, out: Path, written: Path) -> None:
     """Writes the rows of a chunk into the arrays, ids for values; then creates the file `written`.
 
     The rows before `boundary` are for training, the others for evaluation.
     """
     parsed = map_npz(chunk.path)
-    ids = _ids(parsed, out, hash_rows)
+    ids = _ids(parsed, flags, out)
     arrays = {"dense": parsed["dense"], "sparse": ids, "labels": parsed["label"]}
     train_rows = int(np.clip(boundary - chunk.offset, 0, len(ids)))
     first_eval_row = chunk.offset + train_rows - boundary
@@ -498,16 +555,18 @@ def _write(chunk: Chunk, boundary: int, out: Path, hash_rows: int, written: Path
     written.touch()
 
 
-def _ids(parsed: dict[str, np.ndarray], out: Path, hash_rows: int) -> np.ndarray:
+def _ids(parsed: dict[str, np.ndarray], flags: Flags, out: Path) -> np.ndarray:
     """Returns the table rows of a chunk's categories, int32 [n, 26]."""
     ids = np.empty((len(parsed["label"]), NUM_SPARSE), np.int32)
     for feature, values in enumerate(parsed["sparse"]):
-        if hash_rows:
-            column = 1 + values % np.uint32(hash_rows - 1)
+        if flags.hash_rows:
+            column = 1 + values % np.uint32(flags.hash_rows - 1)
         else:
             column = _look_up(values, map_npz(_vocabulary_path(out, feature)))
-        is_missing = (parsed["missing"] >> np.uint32(feature)) & 1
-        ids[:, feature] = np.where(is_missing, MISSING, column)
+        if flags.form == "own":
+            is_missing = (parsed["missing"] >> np.uint32(feature)) & 1
+            column = np.where(is_missing, MISSING, column)
+        ids[:, feature] = column
     return ids
 
 
@@ -723,7 +782,7 @@ def prepare(data: str | Path, out: str | Path = "", workers: int = 1, **flags) -
         _check_head(path, flags.bad_rows)
 
     chunk_bytes = job.begin_with_piece_size("chunk_bytes", CHUNK_BYTES)
-    parsed = _parse_all(job, texts, chunk_bytes)
+    parsed = _parse_all(job, texts, chunk_bytes, flags.form)
     malformed_rows = _malformed_rows(texts, parsed)
     _check_malformed(malformed_rows, flags.bad_rows)
     chunks, rows = _number_rows(texts, parsed, malformed_rows["first"])
@@ -737,9 +796,12 @@ def prepare(data: str | Path, out: str | Path = "", workers: int = 1, **flags) -
             f"{texts[0]} has {total} rows; expected at least 7, of which the last is for evaluation"
         )
 
-    tables = _count_all(job, flags, chunks, boundary)
+    tables = _count_all(job, flags, chunks, boundary, total)
     _write_all(job, flags, chunks, boundary, total)
+    if flags.form == "mlperf_v2":
+        MultiHot(job.out, tables.rows)  # training would write its tables otherwise
     figures = {
+        "form": flags.form,
         "table_rows": tables.rows,
         "rows": {"train": boundary, "eval": total - boundary},
         "malformed": malformed_rows,
@@ -760,6 +822,10 @@ def _check_flags(flags: Flags) -> None:
             f"--threshold {flags.threshold} needs a vocabulary, "
             f"and --hash-rows {flags.hash_rows} makes none; drop one of them"
         )
+    if flags.form == "mlperf_v2" and (flags.hash_rows or flags.threshold > 1):
+        raise InputError(
+            "--form mlperf_v2 keeps every value and numbers them: drop --hash-rows and --threshold"
+        )
     expect(flags, "bad_rows", 0 <= flags.bad_rows < 1, "a share from 0 to below 1, such as 0.0001")
 
 
@@ -775,10 +841,13 @@ def _open_preparation(flags: Flags, found: Texts) -> Preparation:
         report="prepared.json",
         complete="COMPLETE",
         version=1,
+        added_flags={"form": "own"},
     )
 
 
-def _parse_all(job: Preparation, texts: list[Path], chunk_bytes: int) -> list[list[Path]]:
+def _parse_all(
+    job: Preparation, texts: list[Path], chunk_bytes: int, form: Form
+) -> list[list[Path]]:
     """Parses what is not parsed yet; returns the chunks of each text, in its order."""
     # How many chunks a .gz file becomes is known when it is parsed, and noted in a file.
     counts = {}
@@ -786,7 +855,7 @@ def _parse_all(job: Preparation, texts: list[Path], chunk_bytes: int) -> list[li
     for number, path in enumerate(texts):
         if path.suffix.lower() == ".gz":
             counts[number] = job.parts / f"{number:02d}.json"
-            tasks.append((path, job.parts, number, chunk_bytes, counts[number]))
+            tasks.append((path, job.parts, number, chunk_bytes, form, counts[number]))
     job.run(_parse_gz, tasks, "parsing")
 
     chunks = []
@@ -800,7 +869,7 @@ def _parse_all(job: Preparation, texts: list[Path], chunk_bytes: int) -> list[li
         chunks.append(of_text)
         if number not in counts:
             for start, chunk in zip(starts, of_text, strict=True):
-                tasks.append((path, start, start + chunk_bytes, chunk))
+                tasks.append((path, start, start + chunk_bytes, form, chunk))
     job.run(_parse_range, tasks, "parsing")
     return chunks
 
@@ -861,19 +930,26 @@ class Tables:
     values_seen: list[int] | None  # different values in the training rows; None with --hash-rows
 
 
-def _count_all(job: Preparation, flags: Flags, chunks: list[Chunk], boundary: int) -> Tables:
-    """Counts the categories of the training rows, which come before `boundary`."""
+def _count_all(
+    job: Preparation, flags: Flags, chunks: list[Chunk], boundary: int, total: int
+) -> Tables:
+    """Counts the categories of the training rows, which come before `boundary`; or numbers those of
+    all rows, of which there are `total`, with --form mlperf_v2."""
     if flags.hash_rows:
         return Tables(rows=[flags.hash_rows] * NUM_SPARSE, values_seen=None)
 
-    train_chunks = [chunk for chunk in chunks if chunk.offset < boundary]
-    paths = []
+    paths = [_vocabulary_path(job.out, feature) for feature in range(NUM_SPARSE)]
     tasks = []
-    for feature in range(NUM_SPARSE):
-        path = _vocabulary_path(job.out, feature)
-        paths.append(path)
-        tasks.append((feature, train_chunks, boundary, flags.threshold, flags.max_rows, path))
-    job.run(_count, tasks, "counting categories")
+    if flags.form == "mlperf_v2":
+        rows = mlperf_rows(flags.max_rows or None)
+        for feature, path in enumerate(paths):
+            tasks.append((feature, chunks, total, rows[feature], path))
+        job.run(_number, tasks, "numbering categories")
+    else:
+        train_chunks = [chunk for chunk in chunks if chunk.offset < boundary]
+        for feature, path in enumerate(paths):
+            tasks.append((feature, train_chunks, boundary, flags.threshold, flags.max_rows, path))
+        job.run(_count, tasks, "counting categories")
 
     rows = []
     values_seen = []
@@ -899,7 +975,7 @@ def _write_all(
     tasks = []
     for chunk in chunks:
         written = chunk.path.with_suffix(".written")
-        tasks.append((chunk, boundary, job.out, flags.hash_rows, written))
+        tasks.append((chunk, boundary, flags, job.out, written))
     job.run(_write, tasks, "writing arrays")
 
 

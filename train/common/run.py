@@ -29,6 +29,7 @@ from torch import Tensor
 
 from errors import InputError
 from train.common import best, device, hooks, progress
+from train.common.benchmark import Benchmark
 from train.common.checkpoint import Checkpointer
 from train.common.mesh import Mesh
 from train.common.metrics import (
@@ -80,6 +81,7 @@ class Run:
         unit: what `log` counts as examples.
         metrics: the names of what `evaluation` records, of which config.best is one; (): config has
             no fields `best` and `patience`.
+        benchmark: what the run is in MLPerf Training; None: nothing.
 
     Attributes:
         path: its folder or URL.
@@ -112,7 +114,9 @@ class Run:
         older_sources: dict[str, str] | None = None,
         unit: str = "examples",
         metrics: Sequence[str] = (),
+        benchmark: Benchmark | None = None,
     ):
+        self.benchmark = benchmark
         self.criterion = best.Criterion()
         if metrics:
             self.criterion = best.criterion(config.best, config.patience, metrics)

@@ -7,6 +7,7 @@ name.
     bar.py                           the bar of a run on a terminal
     curves.py                        the picture of a run
     board.py                         settings and picture for TensorBoard
+    mlperf.py    --log mlperf        the log of MLPerf Training's benchmarks
     tracker.py   --tracker wandb     the same and all numbers for Weights & Biases
     card.py                          the model card of an export in transformers' format
     report.py    --report            start, metrics and result as lines of JSON, for `make accept`
@@ -38,7 +39,18 @@ from train.common import hooks
 #   profile before report     so is the trace
 #   stall before tracker      tracker is left first, and waits for its server: stall watches that
 #   report before tracker     report is left after it, and lists the files that tracker has written
-ORDER = ("bar", "board", "card", "curves", "goodput", "profile", "report", "stall", "tracker")
+ORDER = (
+    "bar",
+    "board",
+    "card",
+    "curves",
+    "goodput",
+    "mlperf",
+    "profile",
+    "report",
+    "stall",
+    "tracker",
+)
 _HERE = {module.name for module in pkgutil.iter_modules(__path__)}  # a copy may lack some
 MODULES = {name: importlib.import_module(f"{__name__}.{name}") for name in ORDER if name in _HERE}
 
