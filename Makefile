@@ -109,7 +109,7 @@ help:
 	@echo 'TASK     of the encoders: cola, sst2, mrpc, stsb, qqp, mnli, qnli, rte, wnli, or pretrain'
 	@echo 'DATA     folder, URL (gs://…), or id of a data set on the hub (see the docstring of train/<script>.py)'
 	@echo 'DEVICE   xla: a TPU, or XLA on this CPU (default); cpu, cuda: plain PyTorch on one device, without torch_xla'
-	@echo 'PRESET   full (resnet50: full, finetune; dlrm: kaggle, clicks, mlperf_v1, mlperf_v2;'
+	@echo 'PRESET   full (resnet50: full, modern, finetune; dlrm: kaggle, clicks, mlperf_v1, mlperf_v2;'
 	@echo '         transformer: base, big, wmt18, tpu; TASK=pretrain: full, lamb) or tiny'
 	@echo '         (default: the first of these with DATA, of dlrm the one for its data; tiny without)'
 	@echo 'TOPOLOGY of make compile: v5e:1x1, v5e:2x4, … v6e:16x16, v4:2x2x1, v5p:2x2x1; a wrong one lists them'

@@ -62,7 +62,7 @@ def trivial_augment(image: np.ndarray, rng: np.random.Generator) -> np.ndarray:
     if name in SHIFTS:
         interpolation = InterpolationMode.NEAREST
     changed = _apply_op(Image.fromarray(image), name, magnitude, interpolation, fill=None)
-    return np.asarray(changed)
+    return np.array(changed)  # a copy: Pillow's own memory cannot be written
 
 
 def draw(size: int, rng: np.random.Generator) -> dict[str, np.ndarray | np.float32]:

@@ -92,11 +92,13 @@ class Config:
 
 
 # The recipe of torchvision's ResNet50_Weights.IMAGENET1K_V2: Vryniotis 2021, "How to Train
-# State-Of-The-Art Models Using TorchVision's Latest Primitives" (PyTorch's blog). 80.674 % top-1,
-# and 80.858 % with repeated augmentation (four times, pytorch/vision pull request 5201), which is
-# left out here. Its warm-up rises per epoch, from 0.01 of the peak; ours rises per step.
+# State-Of-The-Art Models Using TorchVision's Latest Primitives" (PyTorch's blog): 80.674 % top-1.
+# The weights have 80.858 %, by repeated augmentation (pytorch/vision, pull request 5201), which is
+# left out here.
 # What is not below is Config's: batch 1,024, momentum 0.9, 5 epochs of warm-up, half a cosine,
-# label smoothing 0.1, no weight decay on norms (ours: nor on the 1,000 biases of the head).
+# label smoothing 0.1. Differences: the warm-up rises per step, not per epoch from 0.01 of the peak;
+# the 1,000 biases of the head do not decay, as norms do not; each block's last norm starts at zero;
+# mixup and cutmix are drawn per image, not per batch of a device.
 MODERN = Config(
     augmentation="strong",  # TrivialAugment, random erasing 0.1, mixup 0.2 or cutmix 1.0
     image_size=176,
