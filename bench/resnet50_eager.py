@@ -6,6 +6,8 @@
     eager     torchvision's model, ImageFolder, transforms and DataLoader, and torch's SGD on the
               CPU; the same schedule, batch, epochs, label smoothing and weight decay groups, in
               float32
+    modern    --augmentation strong --average 0.04: torchvision's TrivialAugmentWide, RandomErasing,
+              MixUp and CutMix (once per batch, ours once per image), and torch's AveragedModel
     how       one process per run; ours and eager alternate, seed by seed. The seeds start both, but
               give them different numbers: compare means, not seeds
     run       python -m bench.resnet50_eager --data FOLDER --seeds 0 1 2
@@ -33,13 +35,15 @@ import torch.nn.functional as F
 import torchvision.transforms as T
 import tyro
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.optim.swa_utils import AveragedModel
+from torch.utils.data import DataLoader, default_collate
 from torchvision.datasets import ImageFolder
 from torchvision.models.resnet import Bottleneck, ResNet
+from torchvision.transforms import v2
 
 from data.imagenet import choose_splits
 from models.resnet import LAYERS
-from train.resnet50 import TINY, Config, learning_rate
+from train.resnet50 import TINY, Averaging, Config, averaging, learning_rate
 
 
 @dataclass(frozen=True)
@@ -53,6 +57,8 @@ class Options:
     batch_size: int = 64  # examples per step
     lr: float = 0.8  # peak learning rate per 256 examples
     warmup_epochs: float = 1.0  # linear from 0
+    augmentation: Literal["crop", "strong"] = "crop"  # of training images
+    average: float = 0.0  # moving average of weights: share of the steps that it spans; 0: none
     norm_groups: int = 1  # of ours: slices of the batch with their own batch-norm statistics
     workers: int = 2  # processes that decode images
     out: str = "runs/bench/resnet50_eager.json"  # where the figures go
@@ -67,6 +73,8 @@ FIELDS = (
     "batch_size",
     "lr",
     "warmup_epochs",
+    "augmentation",
+    "average",
     "norm_groups",
     "workers",
 )
@@ -111,14 +119,40 @@ def eager_model(name: str, num_classes: int) -> nn.Module:
     return model
 
 
-def transforms(train: bool, image_size: int) -> T.Compose:
+def transforms(train: bool, image_size: int, strong: bool = False) -> T.Compose:
     """Returns those of torchvision's reference recipe, at any image size."""
     if train:
         crop = [T.RandomResizedCrop(image_size), T.RandomHorizontalFlip()]
     else:
         crop = [T.Resize(round(image_size * 256 / 224)), T.CenterCrop(image_size)]
     normalize = T.Normalize((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
-    return T.Compose([*crop, T.PILToTensor(), T.ConvertImageDtype(torch.float), normalize])
+    as_tensor = [T.PILToTensor(), T.ConvertImageDtype(torch.float), normalize]
+    if train and strong:
+        crop.append(T.TrivialAugmentWide(interpolation=T.InterpolationMode.BILINEAR))
+        as_tensor.append(T.RandomErasing(p=0.1))
+    return T.Compose([*crop, *as_tensor])
+
+
+class Mixed:
+    """Collates a batch and mixes it by mixup or cutmix: images, and soft labels [B, classes]."""
+
+    def __init__(self, classes: int):
+        mixup = v2.MixUp(alpha=0.2, num_classes=classes)
+        cutmix = v2.CutMix(alpha=1.0, num_classes=classes)
+        self.choice = v2.RandomChoice([mixup, cutmix])
+
+    def __call__(self, examples: list) -> tuple[torch.Tensor, torch.Tensor]:
+        images, labels = default_collate(examples)
+        return self.choice(images, labels)
+
+
+def average_of(model: nn.Module, moving: Averaging) -> AveragedModel:
+    """Returns the moving average of a model's weights and buffers; its first update copies."""
+
+    def mean(average, newest, _):
+        return (1 - moving.weight) * average + moving.weight * newest
+
+    return AveragedModel(model, avg_fn=mean, use_buffers=True)
 
 
 def train_eager(config: Config) -> dict[str, float]:
@@ -126,12 +160,22 @@ def train_eager(config: Config) -> dict[str, float]:
     torch.manual_seed(config.seed)
     folders = [entry.name for entry in os.scandir(config.data) if entry.is_dir()]
     train, evaluation = choose_splits(folders, config.data)
-    train_set = ImageFolder(os.path.join(config.data, train), transforms(True, config.image_size))
+    strong = config.augmentation == "strong"
+    train_set = ImageFolder(
+        os.path.join(config.data, train), transforms(True, config.image_size, strong)
+    )
     eval_set = ImageFolder(
         os.path.join(config.data, evaluation), transforms(False, config.image_size)
     )
     workers = {"num_workers": config.workers, "persistent_workers": config.workers > 0}
-    loader = DataLoader(train_set, config.batch_size, shuffle=True, drop_last=True, **workers)
+    loader = DataLoader(
+        train_set,
+        config.batch_size,
+        shuffle=True,
+        drop_last=True,
+        collate_fn=Mixed(len(train_set.classes)) if strong else None,
+        **workers,
+    )
 
     model = eager_model(config.model, len(train_set.classes))
     matrices = [p for p in model.parameters() if p.dim() > 1]
@@ -141,6 +185,10 @@ def train_eager(config: Config) -> dict[str, float]:
         {"params": vectors, "weight_decay": 0.0},
     ]
     optimizer = torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum)
+
+    if config.average:
+        moving = averaging(config, config.epochs * len(loader), len(loader))
+        average = average_of(model, moving)
 
     step = 0
     for epoch in range(config.epochs):
@@ -155,12 +203,18 @@ def train_eager(config: Config) -> dict[str, float]:
             optimizer.step()
             losses.append(loss.item())
             step += 1
+            if config.average and step % moving.every == 0:
+                if step <= moving.copied_until:
+                    average.n_averaged.fill_(0)  # so it copies
+                average.update_parameters(model)
         mean_loss = statistics.fmean(losses)
         print(
             f"eager, seed {config.seed}: epoch {epoch + 1}, training loss {mean_loss:.3f}",
             flush=True,
         )
 
+    if config.average:
+        model = average.module
     model.eval()
     top1 = 0.0
     top5 = 0.0

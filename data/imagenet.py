@@ -4,7 +4,8 @@ a synthetic twin.
 Every example is {"image": uint8 [S, S, 3], RGB, "label": int64}. The device normalises by mean and
 deviation below, and moves channels first: uint8 is a quarter of the bytes, and moving channels
 would be a seventh of a host's time. Augmentation and crops are torchvision's reference recipe's
-(https://github.com/pytorch/vision/tree/main/references/classification).
+(https://github.com/pytorch/vision/tree/main/references/classification). With the strong
+augmentation (augmentation.py) a training example also has "erased", "pasted" and "share".
 """
 
 import io
@@ -30,7 +31,7 @@ from torchvision.io import ImageReadMode, decode_jpeg
 from torchvision.transforms.v2 import functional as F
 
 import optional
-from data import labelled_files, splits, targets
+from data import augmentation, labelled_files, splits, targets
 from data.leftovers import is_leftover
 from errors import InputError
 
@@ -40,6 +41,9 @@ IMAGENET_STD = (58.395, 57.12, 57.375)
 MAX_SKIPPED = 100  # broken files drawn in a row: then the whole data set is broken
 
 Split = Literal["train", "eval"]
+
+# Of training images. crop: crop and mirror; strong: also what data/augmentation.py has.
+AUGMENTATIONS = ("crop", "strong")
 
 # Pillow's modes of 8 bits and less; its `convert("RGB")` takes them as they are meant.
 EIGHT_BITS = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr", "HSV")
@@ -169,12 +173,10 @@ def train_crop(image: torch.Tensor, size: int, rng: np.random.Generator) -> np.n
     return crop.contiguous().numpy()
 
 
-def eval_crop(image: torch.Tensor, size: int) -> np.ndarray:
-    """Resizes [3, H, W] to a shorter side of size * 256 / 224; returns its middle square.
-
-    That is uint8 [size, size, 3].
-    """
-    resized = F.resize(image, [shorter_side(size)])
+def eval_crop(image: torch.Tensor, size: int, resize: int = 0) -> np.ndarray:
+    """Resizes [3, H, W] to a shorter side of `resize` pixels, 0: size * 256 / 224; returns its
+    middle square, uint8 [size, size, 3]."""
+    resized = F.resize(image, [resize or shorter_side(size)])
     middle = F.center_crop(resized, [size, size])
     return middle.permute(1, 2, 0).contiguous().numpy()
 
@@ -184,16 +186,16 @@ def shorter_side(size: int) -> int:
     return round(size * 256 / 224)
 
 
-def preparation(size: int) -> dict[str, str]:
+def preparation(size: int, resize: int = 0) -> dict[str, str]:
     """Returns how an image is evaluated, as an export's metadata says it.
 
     "resize" is the pixels of the shorter side, "image_size" those of the middle's side, "mean" and
-    "std" are lists in JSON, for each channel between 0 and 1.
+    "std" are lists in JSON, for each channel between 0 and 1. The arguments are `eval_crop`'s.
     """
     mean = [value / 255 for value in IMAGENET_MEAN]
     std = [value / 255 for value in IMAGENET_STD]
     return {
-        "resize": str(shorter_side(size)),
+        "resize": str(resize or shorter_side(size)),
         "image_size": str(size),
         "mean": json.dumps(mean),
         "std": json.dumps(std),
@@ -264,6 +266,8 @@ class Images:
     Args:
         skip_broken: pass over broken files, see `example`.
     Attributes:
+        augmentation: one of AUGMENTATIONS, of the training split.
+        resize: of the evaluation split, see `eval_crop`.
         source, left_out: of real images, see data/splits.py.
         notes: what else the user should know of them.
         label_columns: of a CSV that has the labels, if one has.
@@ -275,6 +279,8 @@ class Images:
         self.split = split
         self.image_size = image_size
         self.skip_broken = skip_broken
+        self.augmentation = "crop"
+        self.resize = 0
         self.source = ""
         self.left_out = []
         self.notes = []
@@ -306,7 +312,8 @@ class Images:
     def example(self, index: int, rng: np.random.Generator) -> dict[str, np.ndarray | np.number]:
         """Returns {"image": uint8 [S, S, 3], "label": int64}; a broken file raises InputError.
 
-        With skip_broken every example also has "skipped" (int64), the number of broken files met
+        With the strong augmentation a training example has more, see augmentation.draw. With
+        skip_broken every example also has "skipped" (int64), the number of broken files met
         while making it. In training an image drawn from `rng` takes the broken one's place; in
         evaluation the image is black and its label is -1, which the script masks out.
         """
@@ -337,11 +344,19 @@ class Images:
         if is_training:
             image = train_crop(pixels, self.image_size, rng)
         else:
-            image = eval_crop(pixels, self.image_size)
-        example = {"image": image, "label": label}
+            image = eval_crop(pixels, self.image_size, self.resize)
+        example = self._augmented({"image": image, "label": label}, rng)
         if self.skip_broken:
             example["skipped"] = np.int64(skipped)
         return example
+
+    def _augmented(self, example: dict[str, Any], rng: np.random.Generator) -> dict[str, Any]:
+        """Returns an example whose image is cropped and mirrored already, with the strong
+        augmentation where it is to have that."""
+        if self.augmentation != "strong" or self.split != "train":
+            return example
+        image = augmentation.trivial_augment(example["image"], rng)
+        return example | {"image": image} | augmentation.draw(self.image_size, rng)
 
     def _unknown(self, label: Any) -> Any:
         """Returns the label of an image in evaluation that cannot be decoded.
@@ -564,7 +579,7 @@ class SyntheticImages(Images):
         image += 70 + 50 * brightness
         image += rng.integers(0, 64, image.shape, dtype=np.uint8)
         pixels = np.clip(image, 0, 255).transpose(1, 2, 0).astype(np.uint8, "C")
-        return {"image": pixels, "label": np.int64(label)}
+        return self._augmented({"image": pixels, "label": np.int64(label)}, rng)
 
     def _texture(self, label: int, shift_y: float, shift_x: float, mirrored: bool) -> np.ndarray:
         """Returns the texture of a class as float32 [3, S, S], shifted by shares of the image."""

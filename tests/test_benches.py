@@ -30,7 +30,7 @@ def test_input_pipeline_measures_every_contender(tmp_path):
     )
     rates = input_pipeline.main(options)
 
-    contenders = ["ours, host", "ours, device", "reference"]
+    contenders = ["ours, host", "ours, strong", "ours, device", "reference"]
     contenders += ["limit, our decode and resize", "limit, Pillow"]
     assert list(rates) == contenders
     assert all(rate > 0 for (rate,) in rates.values())

@@ -431,15 +431,16 @@ def test_norms_and_biases_have_no_weight_decay(name, mesh):
     either."""
     config = replace(resnet50.TINY, optimizer=name)
 
-    model, _, optimizer = resnet50.build(config, resnet50.open_data(config), mesh)
+    state = resnet50.build(config, resnet50.open_data(config), mesh)
 
+    optimizer = state.optimizer
     assert type(optimizer) is OPTIMIZERS[name]
     assert all(group["momentum"] == 0.9 for group in optimizer.param_groups)
     decayed = set()
     for group in optimizer.param_groups:
         if group["weight_decay"]:
             decayed |= {id(parameter) for parameter in group["params"]}
-    for name, parameter in model.named_parameters():
+    for name, parameter in state.model.named_parameters():
         is_norm = "bn" in name or "downsample.1" in name
         is_weight = name.endswith("weight") and not is_norm
         assert (id(parameter) in decayed) == is_weight, name

@@ -32,8 +32,9 @@ def check(dataset, plan, mesh, batch, ignored=("mask",), **options) -> None:
     assert uploaded == expected
 
 
-def test_images(mesh):
-    config = resnet50.TINY
+@pytest.mark.parametrize("augmentation", ["crop", "strong"])
+def test_images(mesh, augmentation):
+    config = replace(resnet50.TINY, augmentation=augmentation)
     images = resnet50.open_data(config).train
     check(images, config.batch_size, mesh, steps.image_batch(config, mesh))
 

@@ -111,7 +111,11 @@ def of_one_batch(config: Any, devices: int, given: int) -> Any:
     if not hasattr(config, "batch_size"):  # the Transformer's batch_tokens are a micro-batch's
         return replace(config, update_every=1)
     micro_batch = config.batch_size // config.update_every
-    return replace(config, update_every=1, batch_size=micro_batch)
+    config = replace(config, update_every=1, batch_size=micro_batch)
+    if hasattr(config, "image_size"):
+        size = resnet50.evaluated_size(config)
+        return replace(config, image_size=size, augmentation="crop")
+    return config
 
 
 def evaluation(train: Step, script: Any, micro_batches: int) -> Step:
@@ -179,6 +183,9 @@ def image_batch(config: resnet50.Config, mesh: device.Mesh) -> dict:
         "regression": ((count,), F32),
     }
     shapes = {"image": ((count, size, size, 3), U8), "label": labels[config.objective]}
+    if config.augmentation == "strong":
+        boxes = ((count, 4), I32)
+        shapes |= {"erased": boxes, "pasted": boxes, "share": ((count,), F32)}
     return staging.inputs(shapes, mesh)
 
 
