@@ -307,6 +307,19 @@ def test_a_damaged_best_checkpoint_is_refused_with_a_way_out(mesh, tmp_path):
     assert result(config) == result(whole)
 
 
+@pytest.mark.parametrize("edit", [None, lambda content: content[:-8]])
+def test_a_lost_best_checkpoint_is_seen_before_step_1(edit, mesh, tmp_path, capsys):
+    """Not at the end of a training whose last state nobody can then export."""
+    config = Config(str(tmp_path))
+    folder = stop_at_checkpoint(config, mesh, 5)
+    damage(str(folder), 2, "state.safetensors", edit)
+    capsys.readouterr()
+
+    with pytest.raises(InputError, match=r"step 2 in .*, the best one, is damaged or missing"):
+        train(config, mesh, {5: 0.1, 6: 0.9})
+    assert "step     " not in capsys.readouterr().out, "nothing was trained or evaluated"
+
+
 def test_a_script_that_forgets_a_step_is_told(mesh, tmp_path):
     config = Config(str(tmp_path))
     with (
