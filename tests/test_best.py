@@ -23,6 +23,7 @@ from train.common import best, checkpoint
 from train.common import run as tracking
 from train.common.best import Best
 from train.common.evaluation import FinishedRun
+from train.common.mesh import WHOLE, Layout
 
 METRICS = ("accuracy", "loss", "mismatched_accuracy")
 
@@ -491,6 +492,30 @@ def test_a_script_exports_its_best_state(name, tmp_path, monkeypatch):
 
     assert equal(exported_weights[0], evaluated[0])
     assert not equal(exported_weights[0], evaluated[1])
+
+
+@pytest.mark.slow
+def test_cut_layers_export_their_best_state(tmp_path, monkeypatch):
+    """With --mesh and --shard-state, whole and after a crash, and as without them."""
+    script = TRIALS["glue"].script
+    cut = replace(SHORT["glue"], runs=str(tmp_path), layout=Layout("data=2,model=2", "full"))
+    evaluated, exported_weights = watch(script, monkeypatch)
+
+    script.main(replace(cut, name="whole"))
+    assert equal(exported_weights[0], evaluated[0])
+    assert not equal(exported_weights[0], evaluated[1])
+
+    crashed = replace(cut, name="crashed")
+    stop_at(CRASHES_AT["glue"], crash, script.main, crashed)
+    script.main(crashed)
+    script.main(replace(cut, name="plain", layout=WHOLE))
+
+    whole = exported(tmp_path / "whole")
+    assert equal(exported(tmp_path / "crashed"), whole)
+    plain = exported(tmp_path / "plain")
+    assert plain.keys() == whole.keys()
+    for name, weight in plain.items():
+        torch.testing.assert_close(whole[name], weight, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.slow
