@@ -414,7 +414,17 @@ class ImageFolder(Images):
         """Finds the images in the class folders; returns their names, of each class folder."""
         # A million names in one buffer: cheap to send to a worker, and a long one does not widen
         # the others.
-        files = [_image_files(os.path.join(self.folder, name)) for name in self._folders]
+        files = []
+        others = []
+        for name in self._folders:
+            found = _image_files(os.path.join(self.folder, name))
+            files.append(found.images)
+            others += [f"{name}/{other}" for other in found.others]
+        if others:
+            folder = os.path.basename(os.path.abspath(self.folder))
+            self.left_out.append(
+                f"{len(others):,} files of {folder}/ that are no pictures ({splits.shown(others)})"
+            )
         sizes = [len(names) for names in files]
         self._names = pa.array(itertools.chain(*files), pa.large_binary())
         self._labels = np.repeat(np.arange(len(files), dtype=np.int32), sizes)
@@ -920,11 +930,20 @@ def _class_folders(folder: str) -> list[str]:
     return classes
 
 
-def _image_files(folder: str) -> list[bytes]:
-    """Returns the paths below a class folder, relative to it, in torchvision's order.
+@dataclass(frozen=True)
+class _ClassFiles:
+    """The files below a class folder, by their paths relative to it, in torchvision's order.
 
-    Raises InputError where there are none.
+    Attributes:
+        others: what is no image, but for hidden files and what systems leave.
     """
+
+    images: list[bytes]
+    others: list[str]
+
+
+def _image_files(folder: str) -> _ClassFiles:
+    """Returns the files below a class folder; raises InputError where no image is among them."""
     walked = []
     for parent, inner, names in os.walk(folder, followlinks=True, onerror=_unreadable):
         # os.walk enters what is left in its own list.
@@ -934,12 +953,17 @@ def _image_files(folder: str) -> list[bytes]:
 
     start = len(os.path.join(folder, ""))
     paths = []
+    others = []
     for parent, names in sorted(walked):
-        images = sorted(name for name in names if _is_image(name))
-        paths += [os.fsencode(os.path.join(parent, name)[start:]) for name in images]
+        for name in sorted(names):
+            path = os.path.join(parent, name)[start:]
+            if _is_image(name):
+                paths.append(os.fsencode(path))
+            elif not (name.startswith(".") or is_leftover(name)):
+                others.append(path)
     if not paths:
         raise InputError(
             f"class folder {folder} has no images ({' '.join(IMG_EXTENSIONS)}); "
             "fill it or remove it"
         )
-    return paths
+    return _ClassFiles(paths, others)

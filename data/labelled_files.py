@@ -26,6 +26,7 @@ from errors import InputError
 NAME = "labels.csv"
 FILE_COLUMNS = ("file", "filename", "file_name")  # file_name is that of datasets' imagefolder
 SPLIT_COLUMN = "split"
+SEPARATORS = (",", ";", "\t")  # between columns; a spreadsheet's depends on its language
 TRUTHS = {"0": 0, "0.0": 0, "false": 0, "1": 1, "1.0": 1, "true": 1}
 
 
@@ -110,8 +111,8 @@ class Table:
         have = f"{len(found)} columns" if found else "no column"
         raise InputError(
             f"{self.path} has {have} of file names; expected one that is called "
-            f"{', '.join(FILE_COLUMNS[:-1])} or {FILE_COLUMNS[-1]}, and commas between columns; "
-            f"its header is {','.join(self.header)}"
+            f"{', '.join(FILE_COLUMNS[:-1])} or {FILE_COLUMNS[-1]}, and commas, semicolons or tabs "
+            f"between columns; its header is {','.join(self.header)}"
         )
 
     @property
@@ -230,12 +231,14 @@ def open_table(path: str) -> tuple[Table, int]:
 
 
 def _read(path: str) -> Table:
-    """Reads a CSV in UTF-8 with a header and commas, without finding its files."""
+    """Reads a CSV in UTF-8 with a header, without finding its files."""
     rows = []
     lines = []
     try:
         with open(path, encoding="utf-8-sig", newline="") as file:
-            reader = csv.reader(file, strict=True)
+            separator = _separator(file.readline())
+            file.seek(0)
+            reader = csv.reader(file, delimiter=separator, strict=True)
             header = tuple(name.strip() for name in next(reader, []))
             for row in reader:
                 if not row:  # an empty line
@@ -260,6 +263,16 @@ def _read(path: str) -> Table:
         if count > 1:
             raise InputError(f"{path} has {count} columns {name!r}; rename them")
     return Table(path, header, rows, lines, [])
+
+
+def _separator(header: str) -> str:
+    """Returns what stands between the columns of a CSV with this first line: what gives it a column
+    of files, else a comma."""
+    for separator in SEPARATORS:
+        names = [name.strip().strip('"') for name in header.split(separator)]
+        if any(name in FILE_COLUMNS for name in names):
+            return separator
+    return ","
 
 
 class _Folders:
@@ -325,10 +338,12 @@ def _find_files(table: Table, folders: _Folders) -> list[str]:
     if missing:
         files = table.files
         names = splits.shown(files[row] for row in missing)
+        first = files[missing[0]]
+        remedy = "; write / for \\ between folders" if "\\" in first else ""
         raise InputError(
             f"{table.path} names {len(missing):,} files that are not there, of {len(files):,}: "
             f"{names} (line {table.lines[missing[0]]}); names are relative to {folders.folder}, "
-            "and have their ending, such as .jpg"
+            f"and have their ending, such as .jpg{remedy}"
         )
     return paths
 

@@ -1011,7 +1011,7 @@ def test_a_runs_summary_gives_a_row(tmp_path, monkeypatch):
     (row,) = [line for line in lines if "r.json" in line]
     assert row == (
         "| ResNet-50 v1.5, ImageNet, 90 epochs (76.3 % top-1, Goyal et al. 2017), on images "
-        "| 8 x TPU v6 lite, 1 host | 2.5 h | top1 0.7634, loss None; one run "
+        "| 8 x TPU v6 lite, 1 host | 2.5 h | top1 0.7634, loss not finite; one run "
         "| [r](../r.json), v1.2-dirty |"
     )
 
@@ -1069,7 +1069,8 @@ def test_the_tables_are_written_between_their_marks(write_table, results_pages):
         ("none.json", "none.json is not there"),
         ("{folder}/a.json", "cannot be linked to"),
         ("older.json", "older.json is not whole, or of another version"),
-        ("unfinished.json", "no configuration of which all runs are finished; repeat"),
+        ("cut.json", "cut.json is not whole, or of another version"),
+        ("unfinished.json", "error: unfinished.json has no configuration of which all runs are"),
     ],
 )
 def test_a_table_of_other_files_is_refused(
@@ -1077,12 +1078,19 @@ def test_a_table_of_other_files_is_refused(
 ):
     (tmp_path / "other.json").write_text("[]")
     (tmp_path / "older.json").write_text('{"metrics": {}, "elapsed_seconds": 1}')
+    (tmp_path / "cut.json").write_text('{"written_by": "tpu.accept", "format": 1}')
     grid(tmp_path, "dlrm", "tiny", "", best=None).rename("unfinished.json")
 
     assert write_table(name.format(folder=tmp_path)) == 2
 
     assert reason in capsys.readouterr().err
     assert "old" in results_pages[0].read_text()
+
+
+def test_a_file_that_is_given_twice_has_one_row(write_table, results_pages, capsys):
+    assert write_table("a.json", "./a.json") == 0
+    assert "1 results of 1 files" in capsys.readouterr().out
+    assert results_pages[1].read_text().count("TPU v6 lite") == 1
 
 
 @pytest.mark.parametrize("number", [0, 1])

@@ -23,6 +23,7 @@ from train.common import best, checkpoint
 from train.common import run as tracking
 from train.common.best import Best
 from train.common.evaluation import FinishedRun
+from train.common.mesh import WHOLE, Layout
 
 METRICS = ("accuracy", "loss", "mismatched_accuracy")
 
@@ -307,6 +308,19 @@ def test_a_damaged_best_checkpoint_is_refused_with_a_way_out(mesh, tmp_path):
     assert result(config) == result(whole)
 
 
+@pytest.mark.parametrize("edit", [None, lambda content: content[:-8]])
+def test_a_lost_best_checkpoint_is_seen_before_step_1(edit, mesh, tmp_path, capsys):
+    """Not at the end of a training whose last state nobody can then export."""
+    config = Config(str(tmp_path))
+    folder = stop_at_checkpoint(config, mesh, 5)
+    damage(str(folder), 2, "state.safetensors", edit)
+    capsys.readouterr()
+
+    with pytest.raises(InputError, match=r"step 2 in .*, the best one, is damaged or missing"):
+        train(config, mesh, {5: 0.1, 6: 0.9})
+    assert "step     " not in capsys.readouterr().out, "nothing was trained or evaluated"
+
+
 def test_a_script_that_forgets_a_step_is_told(mesh, tmp_path):
     config = Config(str(tmp_path))
     with (
@@ -481,6 +495,30 @@ def test_a_script_exports_its_best_state(name, tmp_path, monkeypatch):
 
     assert equal(exported_weights[0], evaluated[0])
     assert not equal(exported_weights[0], evaluated[1])
+
+
+@pytest.mark.slow
+def test_cut_layers_export_their_best_state(tmp_path, monkeypatch):
+    """With --mesh and --shard-state, whole and after a crash, and as without them."""
+    script = TRIALS["glue"].script
+    cut = replace(SHORT["glue"], runs=str(tmp_path), layout=Layout("data=2,model=2", "full"))
+    evaluated, exported_weights = watch(script, monkeypatch)
+
+    script.main(replace(cut, name="whole"))
+    assert equal(exported_weights[0], evaluated[0])
+    assert not equal(exported_weights[0], evaluated[1])
+
+    crashed = replace(cut, name="crashed")
+    stop_at(CRASHES_AT["glue"], crash, script.main, crashed)
+    script.main(crashed)
+    script.main(replace(cut, name="plain", layout=WHOLE))
+
+    whole = exported(tmp_path / "whole")
+    assert equal(exported(tmp_path / "crashed"), whole)
+    plain = exported(tmp_path / "plain")
+    assert plain.keys() == whole.keys()
+    for name, weight in plain.items():
+        torch.testing.assert_close(whole[name], weight, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.slow

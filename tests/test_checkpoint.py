@@ -710,7 +710,7 @@ def test_a_url_without_a_folder_is_a_sentence(url, sentence):
         files.local_folder(url)
 
 
-# A script that copies a folder of a URL, says where to, and ends in some way.
+# A script that copies a folder of a URL, or writes one, says where to, and ends in some way.
 COPIES = """
 import ctypes
 import dataclasses
@@ -729,11 +729,21 @@ mutex = ctypes.create_string_buffer(64)
 @dataclasses.dataclass(frozen=True)
 class Config:
     end: str = ""
+    writes: bool = False
 
 
 def main(config):
+    if config.writes:
+        files.write_folder("memory://run/export", lambda folder: end(config, folder))
+        return
     files.write_file("memory://run/export/config.json", b"{}")
-    print(files.local_folder("memory://run/export"), flush=True)
+    end(config, files.local_folder("memory://run/export"))
+
+
+def end(config, folder):
+    with open(f"{folder}/config.json", "w") as file:
+        file.write("{}")
+    print(folder, flush=True)
     if config.end == "refused":
         raise InputError("the sentence")
     if config.end == "crashes":
@@ -752,6 +762,9 @@ cli.run(main, {"tiny": ("a trial", Config())})
 @pytest.mark.parametrize(
     ("end", "number", "code"),
     [
+        ("returns --writes", None, 0),
+        ("waits --writes", signal.SIGTERM, -signal.SIGTERM),
+        ("is in a call --writes", signal.SIGINT, 130),
         ("returns", None, 0),
         ("refused", None, 2),
         ("crashes", None, 1),
@@ -761,9 +774,11 @@ cli.run(main, {"tiny": ("a trial", Config())})
         ("is in a call", signal.SIGTERM, -signal.SIGTERM),
     ],
 )
-def test_a_copy_of_a_url_is_removed_at_the_end(end, number, code, tmp_path):
+def test_a_temporary_folder_is_removed_at_the_end(end, number, code, tmp_path):
+    end, *writes = end.split(" --")
+    flags = [f"--{flag}" for flag in writes]
     process = subprocess.Popen(
-        [sys.executable, "-c", COPIES, "tiny", "--end", end],
+        [sys.executable, "-c", COPIES, "tiny", "--end", end, *flags],
         cwd=Path(__file__).parent.parent,
         env={**os.environ, "TMPDIR": str(tmp_path)},
         stdin=subprocess.PIPE,

@@ -4,6 +4,7 @@ data is in the tests of each script.
 
 import json
 import shutil
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from trials import TRIALS
 from data import splits
 from errors import InputError
 from train import glue, resnet50
-from train.common import cli, device
+from train.common import cli, device, files
 from train.common.evaluation import FinishedRun, resolve_config
 
 every_script = pytest.mark.parametrize("name", TRIALS)
@@ -156,8 +157,8 @@ def test_evaluations_of_other_data_have_files_of_their_own(finished, mesh):
     for data in ("a/new.csv", "b/new.csv", "a/new.csv"):
         run.record(replace(config, data=data), mesh, 3, {"loss": float("nan")})
 
-    files = sorted(path.name for path in (finished / "evaluations").iterdir())
-    assert files == ["new.csv-2-usual.json", "new.csv-usual.json"]
+    written = sorted(path.name for path in (finished / "evaluations").iterdir())
+    assert written == ["new.csv-2-usual.json", "new.csv-usual.json"]
     assert recorded(finished, "new.csv-2-usual.json")["data"] == "b/new.csv"
     assert recorded(finished, "new.csv-usual.json")["metrics"] == {"loss": None}
 
@@ -177,11 +178,34 @@ def test_no_evaluation_takes_the_place_of_another(other, finished, mesh):
         run.record(config, replace(mesh, kind="TPU v5e"), 3, {"loss": 1.0})
     run.record(config, mesh, 3, {"loss": 1.0})
 
-    files = sorted(path.name for path in (finished / "evaluations").iterdir())
-    assert files == ["new.csv-2-usual.json", "new.csv-usual.json"]
+    written = sorted(path.name for path in (finished / "evaluations").iterdir())
+    assert written == ["new.csv-2-usual.json", "new.csv-usual.json"]
     again = recorded(finished, "new.csv-usual.json")
     assert again["metrics"] == json.loads(first)["metrics"]
     assert again["changed"] == {}
+
+
+def test_two_evaluations_at_once_have_files_of_their_own(finished, mesh, monkeypatch):
+    config = replace(resolve_config(glue.Config(evaluate=str(finished))), data="new.csv")
+    write_file = files.write_file
+
+    def evaluate(loss: float) -> None:
+        FinishedRun(str(finished)).record(config, mesh, 3, {"loss": loss})
+
+    other = threading.Thread(target=evaluate, args=(2.0,))
+
+    def write_while_the_other_evaluates(path: str, content: bytes) -> None:
+        monkeypatch.setattr(files, "write_file", write_file)
+        other.start()
+        other.join(0.3)  # it waits, or has taken this name
+        write_file(path, content)
+
+    monkeypatch.setattr(files, "write_file", write_while_the_other_evaluates)
+    evaluate(1.0)
+    other.join()
+
+    assert recorded(finished, "new.csv-usual.json")["metrics"] == {"loss": 1.0}
+    assert recorded(finished, "new.csv-2-usual.json")["metrics"] == {"loss": 2.0}
 
 
 def test_words_of_a_split_mean_the_same():

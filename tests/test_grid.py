@@ -157,6 +157,7 @@ def test_switches_and_negative_values_stay_as_they_are():
         ("glue tiny --seed 0 1 --name a b", "--name is a b; it takes one value"),
         ("glue tiny --seed 0 1 --name ../a", "name is ../a"),
         ("glue tiny --seed 0 1 --metric", "--metric is empty"),
+        ("glue tiny --data 'a\nb' c", "--data is 'a.nb', which has a line break"),
     ],
 )
 def test_what_is_no_grid_is_refused_in_one_sentence(words, pattern):
@@ -255,6 +256,27 @@ def test_seeds_alone_are_one_configuration():
     (only,) = content["configurations"]
     assert (only["values"], only["n"], only["median"]) == ({}, 2, pytest.approx(0.6))
     assert "Median of 2 runs: accuracy 0.6000. The best of them: runs/" in page
+
+
+def test_values_with_spaces_and_empty_ones_are_shown_as_such():
+    words = "glue tiny --best '' accuracy --data 'a b' c --checkpoint 'x y'"
+    content, page = tabled(words, {"data-c": {"accuracy": 0.5}})
+
+    assert content["axes"] == {"best": ["", "accuracy"], "data": ["a b", "c"]}
+    assert "--checkpoint 'x y'; varied: --best '' accuracy, --data 'a b' c." in page
+    assert re.search(r"^\| '' +\| c +\| 1 ", page, re.MULTILINE)
+    assert "* --best '' --data 'a b': not run yet" in page
+    assert "Best: --best '' --data c, accuracy 0.5000" in page
+
+
+def test_a_tie_of_the_best_medians_is_said():
+    numbers = {**NUMBERS, "lr-1-seed-2": {"accuracy": 0.7}}
+    _, page = tabled(TWO_BY_THREE, numbers)
+    assert "--lr 1, accuracy 0.7000." in page
+    assert "The median of --lr 2 is the same" in page
+
+    _, page = tabled(TWO_BY_THREE, NUMBERS)
+    assert "is the same" not in page
 
 
 def test_a_configuration_with_a_missing_run_is_not_chosen():

@@ -545,6 +545,35 @@ def test_class_folders_come_before_a_csv_that_is_not_asked_for(tmp_path):
     assert isinstance(asked[0], imagenet.ListedImages)
 
 
+def test_files_that_are_no_pictures_are_counted_and_named(tmp_path):
+    """Of formats that are not read, or something else; not what systems leave, or hidden files."""
+    write_classes(tmp_path / "train", 12)
+    write_classes(tmp_path / "val", 12)
+    for name in ("train/red/a.gif", "train/dark/in/b.heic", "val/red/notes.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    for name in ("train/red/Thumbs.db", "train/red/.hidden"):
+        (tmp_path / name).touch()
+
+    said = splits.said(*open_both(tmp_path))
+
+    assert "left out: 2 files of train/ that are no pictures (dark/in/b.heic, red/a.gif)" in said
+    assert "1 files of val/ that are no pictures (red/notes.txt)" in said
+
+
+@pytest.mark.parametrize("separator", [";", "\t"])
+def test_a_csv_may_have_semicolons_or_tabs(separator, tmp_path):
+    touch(tmp_path, "a.png", "b.png", "c.png")
+    rows = ["file,label,split", "a.png,x,train", "b.png,y,train", "c.png,x,val"]
+    text = "\n".join(rows).replace(",", separator)
+    (tmp_path / "labels.csv").write_text(text)
+
+    train, evaluation = open_both(tmp_path)
+
+    assert train.classes == ["x", "y"]
+    assert names(evaluation) == ["c.png"]
+
+
 def test_names_are_found_in_another_unicode_form(tmp_path):
     touch(tmp_path, unicodedata.normalize("NFD", "é.png"), "b.png")
     name = unicodedata.normalize("NFC", "é.png")
@@ -590,7 +619,7 @@ REFUSED = {
         CLEAR,
         "has no column of file names; expected",
     ),
-    "semicolons": (["file;label"], [["a.png;x"]], CLEAR, "its header is file;label"),
+    "other separators": (["file|label"], [["a.png|x"]], CLEAR, r"its header is file\|label"),
     "two columns of files": (
         ["file", "filename"],
         [["a.png", "a.png"]],
@@ -610,6 +639,12 @@ REFUSED = {
         [*TWO, ["c.png", "x"], ["sub/d", "y"]],
         CLEAR,
         r"names 2 files that are not there, of 4: c.png, sub/d \(line 4\); names are relative to",
+    ),
+    "backslashes": (
+        ["file", "label"],
+        [*TWO, ["train\\a.png", "x"]],
+        CLEAR,
+        r"train\\a.png \(line 4\); .*; write / for \\ between folders",
     ),
     "a file twice": (
         ["file", "label"],

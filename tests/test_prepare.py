@@ -560,6 +560,26 @@ def test_the_command_explains_a_missing_folder(tmp_path, capsys, command):
     assert re.fullmatch(r"error: there is no .*nowhere; expected .*\n", printed.err)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ("", r"--data is missing; .*\.\w+ --help shows all flags"),
+        ("--data a b", r"b is no flag; "),
+        ("--data a --worker 2", r"--worker is no flag \(is it --workers\?\); "),
+        ("--data a --length two", r"--length cannot be used: .*'two'; expected INT; "),
+        ("--data a --length", r"--length needs INT; "),
+    ],
+)
+def test_a_wrong_command_line_is_one_sentence(arguments, sentence, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        text.main(arguments.split())
+
+    assert stopped.value.code == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert re.fullmatch(f"error: {sentence}.*\n", printed.err)
+
+
 # ---- what cannot be prepared -------------------------------------------------------------------
 def test_flags_that_no_preparation_can_use_are_explained(tmp_path, made):
     refused = {"--workers is 0; expected at least 1": {"workers": 0}, **made.program.refused}

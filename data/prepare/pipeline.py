@@ -14,6 +14,7 @@ fsspec for the text and for the result, see `prepare_urls`.
 
 import contextlib
 import dataclasses
+import difflib
 import glob
 import gzip
 import itertools
@@ -28,6 +29,7 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from tqdm import tqdm
@@ -581,7 +583,7 @@ def main(
 ) -> None:
     """Runs a program: reads its command line, prepares, prints a summary.
 
-    An InputError is printed as one line, and the exit code is 2.
+    An InputError is printed as one line, and the exit code is 2; so is a wrong command line.
 
     Args:
         flags_type: the program's dataclass of flags.
@@ -589,16 +591,64 @@ def main(
         summary: prints a report.
         arguments: of the command line; None: those of the process.
     """
-    import tyro
-
     module = flags_type.__module__
     spec = getattr(sys.modules["__main__"], "__spec__", None)
     if module == "__main__" and spec:
         module = spec.name
-    parsed = tyro.cli(flags_type, args=arguments, prog=f"python -m {module}")
     try:
+        parsed = parse(flags_type, f"python -m {module}", arguments)
         report = prepare_urls(prepare, **dataclasses.asdict(parsed))
     except InputError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         sys.exit(2)
     summary(report)
+
+
+def parse(flags_type: type, prog: str, arguments: Sequence[str] | None) -> Any:
+    """Returns the flags of a command line.
+
+    Args:
+        prog: how the program is started.
+
+    Raises:
+        InputError: it cannot be used; one sentence says why.
+    """
+    import tyro
+    from tyro import _errors  # private, hence tyro's exact version in requirements.txt
+
+    def refuse(event: _errors.ParseErrorEvent) -> None:
+        reason = _wrong(event, flags_type)
+        raise InputError(f"{reason}; {prog} --help shows all flags")
+
+    with _errors.on_parse_error(refuse):
+        return tyro.cli(flags_type, args=arguments, prog=prog)
+
+
+def _wrong(event: Any, flags_type: type) -> str:
+    """Returns what is wrong with a command line, and the nearest that is right."""
+    from tyro import _errors
+
+    if isinstance(event, _errors.UnrecognizedArgs):
+        unknown = event.tokens[0]
+        known = [f"--{field.name.replace('_', '-')}" for field in dataclasses.fields(flags_type)]
+        return f"{unknown} is no flag{_nearest(unknown.partition('=')[0], known)}"
+    if isinstance(event, _errors.MissingArgs):
+        missing = [_flag(found.arg) for found in event.missing_arguments]
+        return f"{', '.join(missing)} is missing"
+    if isinstance(event, _errors.BadValue):
+        return f"{_flag(event.argument)} needs {event.argument.lowered.metavar}"
+    if isinstance(event, _errors.InstantiationFailure) and event.argument is not None:
+        reason = " ".join(event.message.split())
+        expected = event.argument.lowered.metavar
+        return f"{_flag(event.argument)} cannot be used: {reason}; expected {expected}"
+    return "the command line cannot be used"
+
+
+def _flag(argument: Any) -> str:
+    return argument.lowered.name_or_flags[-1]
+
+
+def _nearest(word: str, known: Sequence[str]) -> str:
+    """Returns a question after the most similar of the known words; "" if none is similar."""
+    similar = difflib.get_close_matches(word, known, n=1)
+    return f" (is it {similar[0]}?)" if similar else ""

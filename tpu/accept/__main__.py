@@ -136,7 +136,7 @@ def read_options(arguments: list[str]) -> argparse.Namespace:
 
 def write_table(names: list[str]) -> None:
     """Writes the tables of README.md and docs/results.md from files that commands have written."""
-    files = [Path(name) for name in names]
+    files = list(dict.fromkeys(Path(name) for name in names))  # each once
     if len(files) == 1 and "*" in names[0]:  # the shell found none
         files = []
     for file in files:

@@ -40,7 +40,7 @@ def numbers(metrics: dict[str, float]) -> str:
     words = []
     for name, value in metrics.items():
         finite = isinstance(value, (int, float))  # summary.json has null where it is not
-        words.append(f"{name} {value:.4g}" if finite else f"{name} {value}")
+        words.append(f"{name} {value:.4g}" if finite else f"{name} not finite")
     return ", ".join(words)
 
 

@@ -193,24 +193,31 @@ def read(path: Path) -> list[Result]:
 
     if not isinstance(found, dict):
         found = {}
+    read_one = reader_of(found)
+    if read_one is None:
+        raise InputError(
+            f"{path} was not written by make accept, make grid or make train, or by another "
+            "version; leave it out"
+        )
+    try:
+        return read_one(found, path)
+    except InputError:  # a ValueError, too
+        raise
+    except (AttributeError, KeyError, TypeError, ValueError, StopIteration) as error:
+        raise InputError(
+            f"{path} is not whole, or of another version ({error!r}); leave it out"
+        ) from None
+
+
+def reader_of(found: dict[str, Any]) -> Callable[[dict[str, Any], Path], list[Result]] | None:
+    """Returns what reads a file of this content; None where no command writes such a file."""
     if found.get("written_by") == "tpu.accept" and found.get("format") == 1:
-        return of_acceptance(found, path)
-    of_others: dict[str, Callable[[dict[str, Any], Path], Result]] = {
-        "configurations": of_grid,
-        "elapsed_seconds": of_run,
-    }
-    for key, read_one in of_others.items():
-        if key in found:
-            try:
-                return [read_one(found, path)]
-            except (KeyError, TypeError, ValueError, StopIteration) as error:
-                raise InputError(
-                    f"{path} is not whole, or of another version ({error!r}); leave it out"
-                ) from None
-    raise InputError(
-        f"{path} was not written by make accept, make grid or make train, or by another version; "
-        "leave it out"
-    )
+        return of_acceptance
+    if "configurations" in found:
+        return of_grid
+    if "elapsed_seconds" in found:
+        return of_run
+    return None
 
 
 def of_acceptance(found: dict[str, Any], path: Path) -> list[Result]:
@@ -234,7 +241,7 @@ def of_acceptance(found: dict[str, Any], path: Path) -> list[Result]:
     return results
 
 
-def of_grid(found: dict[str, Any], path: Path) -> Result:
+def of_grid(found: dict[str, Any], path: Path) -> list[Result]:
     """Returns the best configuration of a grid, with its deviation.
 
     Raises:
@@ -267,7 +274,7 @@ def of_grid(found: dict[str, Any], path: Path) -> Result:
 
     recipe, label = label_of(read_command(found["script"], found["preset"], runs[0]["flags"]))
     seconds = best["seconds"]
-    return Result(
+    result = Result(
         recipe=recipe,
         label=label,
         hardware=" and ".join(distinct(hardware_of(run.get("devices")) for run in runs)),
@@ -276,9 +283,10 @@ def of_grid(found: dict[str, Any], path: Path) -> Result:
         path=path,
         version=" and ".join(distinct(run.get("version") or "" for run in runs)),
     )
+    return [result]
 
 
-def of_run(found: dict[str, Any], path: Path) -> Result:
+def of_run(found: dict[str, Any], path: Path) -> list[Result]:
     """Returns what summary.json of a run says."""
     words = shlex.split(found["command"])
     recipe = ""
@@ -292,7 +300,7 @@ def of_run(found: dict[str, Any], path: Path) -> Result:
                 preset, *rest = rest
             recipe, label = label_of(read_command(script, preset, rest))
             break
-    return Result(
+    result = Result(
         recipe=recipe,
         label=label,
         hardware=hardware_of(found["devices"]),
@@ -301,6 +309,7 @@ def of_run(found: dict[str, Any], path: Path) -> Result:
         path=path,
         version=found["version"] or "",
     )
+    return [result]
 
 
 def hardware_of(devices: dict[str, Any] | None) -> str:

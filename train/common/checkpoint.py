@@ -464,12 +464,40 @@ class Checkpointer(contextlib.AbstractContextManager):
         if is_whole:
             damaged_tables = self._load(step, saved.state, model, optimizer, mesh)
         if not is_whole or damaged_tables:
-            because = f" ({damaged_tables})" if damaged_tables else ""
-            raise InputError(
-                f"the checkpoint of step {step} in {self.path}, the best one, is damaged or "
-                f"missing{because}; remove it and those of later steps: "
-                "the same command then trains again from what is left"
-            )
+            raise InputError(self._best_is_lost(step, damaged_tables))
+
+    def expect_best(self, step: int, mesh: Any) -> None:
+        """Raises InputError where the checkpoint of a step, the best one, is not there or was cut,
+        which its files' sizes show: `load` at the end of the training would find it.
+
+        All hosts call it together.
+        """
+        is_there = not self.main_process or self._has_its_size(step)
+        if device.over_hosts(mesh, int(is_there)).low == 0:
+            raise InputError(self._best_is_lost(step))
+
+    def _has_its_size(self, step: int) -> bool:
+        """Returns whether a checkpoint is complete and its files are as long as COMPLETE says."""
+        folder = self.folder(step)
+        try:
+            complete = json.loads(self._fs.cat_file(f"{folder}/{COMPLETE}"))
+            for name in (STATE, NUMBERS):
+                if self._fs.size(f"{folder}/{name}") != complete[name]["bytes"]:
+                    return False
+        except (FileNotFoundError, ValueError, KeyError, TypeError):
+            return False
+        except Exception as error:  # every store has exceptions of its own
+            raise InputError(UNREADABLE.format(self.path, files.reason(error))) from error
+        return True
+
+    def _best_is_lost(self, step: int, reason: str = "") -> str:
+        """Returns what is said where the best checkpoint cannot be loaded."""
+        because = f" ({reason})" if reason else ""
+        return (
+            f"the checkpoint of step {step} in {self.path}, the best one, is damaged or "
+            f"missing{because}; remove it and those of later steps: "
+            "the same command then trains again from what is left"
+        )
 
     def _load(
         self,

@@ -14,10 +14,12 @@ for it:
     split       of the data, to evaluate on: train, valid or test; "": as in training
 """
 
+import contextlib
+import fcntl
 import json
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import fields, is_dataclass, replace
 from typing import Any, get_args
 
@@ -196,10 +198,25 @@ class FinishedRun:
             "evaluated_at": now(),
             **start_record(devices),
         }
-        path = self._free_path(content)
-        files.write_file(path, to_json(content, indent=2))
+        with self._alone():
+            path = self._free_path(content)
+            files.write_file(path, to_json(content, indent=2))
         print(path, flush=True)
         return metrics
+
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Inside, no other process chooses the name of a file of an evaluation of this run. A store
+        has no locks, and a folder that cannot be locked is not."""
+        fs, root = fsspec.core.url_to_fs(self.path)
+        with contextlib.ExitStack() as held:
+            if files.is_local(fs):
+                with contextlib.suppress(OSError):  # what cannot be written, the writing says
+                    os.makedirs(f"{root}/{FOLDER}", exist_ok=True)
+                    descriptor = os.open(f"{root}/{FOLDER}", os.O_RDONLY)
+                    held.callback(os.close, descriptor)
+                    fcntl.flock(descriptor, fcntl.LOCK_EX)
+            yield
 
     def _changes(self, config: Any) -> dict[str, Any]:
         """Returns what the flags have changed of the run's own settings."""

@@ -25,6 +25,7 @@ from train.common import interrupt
 
 CHUNK_BYTES = 16 * 2**20  # of a file that is copied to a store
 COPY_PREFIX = "xla-zoo-copy-"  # of the name of a folder's temporary copy
+FOLDER_PREFIX = "xla-zoo-folder-"  # of that of a folder that is being made
 PICKLED = (".pth", ".pt")  # endings of what torch.save writes
 
 
@@ -199,9 +200,14 @@ def write_folder(folder: str, write: Callable[[str], None]) -> None:
         InputError: one of the two folders cannot be written.
     """
     try:
-        with tempfile.TemporaryDirectory() as local:
+        local = tempfile.mkdtemp(prefix=FOLDER_PREFIX)
+        remove = partial(shutil.rmtree, local, ignore_errors=True)
+        interrupt.at_end(remove)  # a signal may end this process meanwhile
+        try:
             write(local)
             copy_folder(local, folder)
+        finally:
+            remove()
     except (OSError, safetensors.SafetensorError) as error:
         raise InputError(
             f"cannot write {folder}, which is made in a temporary folder: {error}; "

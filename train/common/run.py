@@ -178,7 +178,7 @@ class Run:
 
         Raises:
             InputError: the checkpoint is of another model, or hosts disagree about it or about
-                `examples`.
+                `examples`; or the best checkpoint is lost.
         """
         self._saved = (model, optimizer)
         self.checkpoints = Checkpointer(
@@ -199,6 +199,8 @@ class Run:
             self.message(f"resuming after step {start}")
         self._set_evaluation_due(start)
         self._find_best(start)
+        if self.best.step not in (0, start):  # that of `start` has been loaded
+            self.checkpoints.expect_best(self.best.step, self.mesh)
         return start
 
     def _estimate(self, start: int) -> progress.Remaining:

@@ -117,7 +117,8 @@ def run(options: argparse.Namespace) -> int:
     say(f"\n{report(grid, records)[1]}")
     if code == STOPPED:
         say("stopped; the same command goes on")
-    say(f"this table is {folder.path}/grid.md; curves of all: make board RUNS={grid.runs_root}")
+    board = f"make board RUNS={shlex.quote(grid.runs_root)}"
+    say(f"this table is {folder.path}/grid.md; curves of all: {board}")
     return code
 
 

@@ -7,6 +7,7 @@ import hashlib
 import itertools
 import os
 import re
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -197,6 +198,12 @@ def _check_values(name: str, given: _Given, flags: Flags) -> None:
         return
     if not given.values and kind != SEVERAL:
         raise InputError(f"{given.flag} needs a value")
+    for value in given.values:
+        if len(value.splitlines()) > 1:
+            raise InputError(
+                f"{given.flag} is {value!r}, which has a line break; give values of one line, "
+                "since the table has a line for each"
+            )
     if kind == SEVERAL:
         return
 
@@ -286,6 +293,14 @@ def _combinations(
         if names.count(name) > 1:
             raise InputError(f"two runs would be named {name}; give values that differ more")
     return runs
+
+
+def as_flags(values: dict[str, str]) -> str:
+    """Returns values of axes as a shell takes them: --data 'a b' --seed 0."""
+    words = []
+    for axis, value in values.items():
+        words += [f"--{axis}", value]
+    return shlex.join(words)
 
 
 def in_names(axis: str) -> tuple[bool, str]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from errors import InputError
-from train.grid.axes import Grid, Planned
+from train.grid.axes import Grid, Planned, as_flags
 
 # How far a run has come.
 NEW = "new"
@@ -69,7 +69,7 @@ class Record:
 
     def shown(self) -> str:
         """Returns the values of the axes, in words."""
-        return " ".join(f"--{axis} {value}" for axis, value in self.values.items())
+        return as_flags(self.values)
 
 
 def record_of(grid: Grid, run: Planned) -> Record:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+import shlex
 import statistics
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from train.grid.axes import SEED, Grid
+from train.grid.axes import SEED, Grid, as_flags
 from train.grid.records import FINISHED, NEW, Record, contents
 
 # The last word of a metric's name where lower is better, as in train/common/best.py, which a
@@ -74,8 +75,7 @@ class Configuration:
 
     def shown(self) -> str:
         """Returns its values, in words."""
-        words = " ".join(f"--{axis} {value}" for axis, value in self.values.items())
-        return words or "the one configuration"
+        return as_flags(self.values) or "the one configuration"
 
     def as_json(self) -> dict[str, Any]:
         """Returns what grid.json has of it."""
@@ -194,8 +194,8 @@ def report(grid: Grid, records: list[Record]) -> tuple[dict[str, Any], str]:
 
 def headline(grid: Grid, metric: Metric | None) -> str:
     """Returns what was varied, and what is fixed."""
-    axes = ", ".join(f"--{axis} {' '.join(values)}" for axis, values in grid.axes.items())
-    fixed = " ".join(grid.fixed) or "no other flag"
+    axes = ", ".join(f"--{axis} {shlex.join(values)}" for axis, values in grid.axes.items())
+    fixed = shlex.join(grid.fixed) or "no other flag"
     shown = metric.described() if metric else "no metric yet"
     return f"train.{grid.script} {grid.preset}, {fixed}; varied: {axes}. Compared by {shown}."
 
@@ -207,7 +207,7 @@ def rows(found: list[Configuration], grid: Grid) -> list[str]:
     cells = [titles]
     for one in found:
         numbers = one.numbers.values()
-        row = [one.values[axis] for axis in axes]
+        row = [shlex.quote(one.values[axis]) for axis in axes]
         row.append(f"{len(numbers)} of {one.runs}" if one.missing else str(one.runs))
         row.append(number(one.median))
         row.append(f"{number(one.mean)} ± {number(one.deviation)}" if numbers else "-")
@@ -266,6 +266,9 @@ def choice(
             f"Its best run: {run}."
         )
     lines = [chosen]
+    equal = [one.shown() for one in found if one is not best and ties(one, best)]
+    if equal:
+        lines.append(f"The median of {' and of '.join(equal)} is the same: the first is named.")
     for one in found:
         if one.missing and is_ahead(one, best, metric):
             lines.append(
@@ -273,6 +276,11 @@ def choice(
                 f"{number(one.median)} so far."
             )
     return [*lines, CHOSEN]
+
+
+def ties(one: Configuration, other: Configuration) -> bool:
+    """Returns whether all runs of a configuration are there, and have the median of another."""
+    return not one.missing and one.median == other.median
 
 
 def is_ahead(one: Configuration, other: Configuration, metric: Metric) -> bool:
