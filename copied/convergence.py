@@ -52,7 +52,7 @@ OF_SCRIPTS = {
         chance="accuracy 0.5, loss 0.69",
     ),
     "squad": Convergence(
-        learns={"epochs": 4, "log_every": 16},
+        learns={"epochs": 3, "log_every": 16},
         learned=LEARNED["squad"],
         still={"epochs": 0.1},
         untrained={"f1": (0.0, 0.5), "loss": (2.5, 6.0)},

@@ -454,7 +454,7 @@ def open_evaluation(config: Config, run: FinishedRun) -> Data:
     opened = squad.open_evaluation(config.data, config.version, split, config.seed, is_own)
 
     # A model that may answer that there is none does so on any data.
-    trained = json.loads(Path(folder, ANSWERS).read_text())
+    may_be_none = _read_may_be_none(Path(folder, ANSWERS))
     return Data(
         train=None,
         eval=windows_of(opened.eval, exported.tokenizer, config),
@@ -462,8 +462,16 @@ def open_evaluation(config: Config, run: FinishedRun) -> Data:
         trained=None,
         model=found.model,
         tokenizer=exported.tokenizer,
-        may_be_none=trained["may_be_none"] or opened.has_unanswerable,
+        may_be_none=may_be_none or opened.has_unanswerable,
     )
+
+
+def _read_may_be_none(path: Path) -> bool:
+    """Returns whether the questions of a run may have no answer, by its ANSWERS."""
+    try:
+        return bool(json.loads(path.read_text())["may_be_none"])
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise InputError(f"{path} is damaged: {error!r}; copy the run again") from error
 
 
 def evaluate_run(config: Config, mesh: Mesh) -> dict[str, float]:
