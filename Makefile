@@ -106,7 +106,8 @@ help:
 	@echo 'make clean                                   remove the environments that make has made, and caches; runs/ stays'
 	@echo
 	@echo 'MODEL    one of: $(MODELS)'
-	@echo 'TASK     of the encoders: cola, sst2, mrpc, stsb, qqp, mnli, qnli, rte, wnli; or squad, ner, pretrain'
+	@echo 'TASK     of the encoders: cola, sst2, mrpc, stsb, qqp, mnli, qnli, rte, wnli: sentences; squad: answers in texts;'
+	@echo '         ner: entities in sentences; pretrain'
 	@echo 'DATA     folder, URL (gs://…), or id of a data set on the hub (see the docstring of train/<script>.py)'
 	@echo 'DEVICE   xla: a TPU, or XLA on this CPU (default); cpu, cuda: plain PyTorch on one device, without torch_xla'
 	@echo 'PRESET   full (resnet50: full, modern, finetune, mlperf;'

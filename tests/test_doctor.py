@@ -810,7 +810,7 @@ def test_without_an_environment_a_folder_is_only_read(folder, here):
 
 def test_a_folder_that_no_script_can_open_is_named(folder, here):
     here.use_real_python()
-    scripts = "resnet50, dlrm, transformer, pretrain, glue, squad"
+    scripts = "resnet50, dlrm, transformer, pretrain, glue, squad, tagging"
     line = doctor.check_data(str(folder), False)
     assert_line(line, "fix", f"data: {folder}: none of {scripts} can open it; MODEL=")
 

@@ -1,4 +1,4 @@
-"""The five scripts on plain PyTorch (train/common/eager.py), in processes where torch_xla cannot be
+"""The scripts on plain PyTorch (train/common/eager.py), in processes where torch_xla cannot be
 imported: they learn, resume exactly, and have XLA's losses.
 
 On a GPU: `make test DEVICE=cuda ARGS=tests/test_eager.py`.

@@ -79,6 +79,14 @@ SCRIPTS = (
         long="--steps 10000000 --eval-every 10000000 --log-every 5",
         label="BERT, pretraining",
     ),
+    Script(
+        "tagging",
+        "MODEL=bert TASK=ner",
+        kill_at=100,  # after 64
+        long="--epochs 100000 --eval-every 10000000 --log-every 5",
+        label="BERT, named entities",
+        why_not="its answers are entities, and this check compares probabilities of classes",
+    ),
 )
 
 

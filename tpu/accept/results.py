@@ -52,6 +52,8 @@ USUAL = {
     ("squad", "full"): {"model": "bert"},
     ("pretrain", "tiny"): {"model": "bert"},
     ("pretrain", "full"): {"model": "bert"},
+    ("tagging", "tiny"): {"model": "bert"},
+    ("tagging", "full"): {"model": "bert"},
 }
 WHAT_TO_GIVE = "give a file of make accept, grid.json of make grid, or summary.json of a run"
 
@@ -128,6 +130,8 @@ def of_make(words: str) -> Trained:
         return Trained(model, preset, {})
     if task in ("pretrain", "squad"):
         return Trained(task, preset, {"model": model})
+    if task == "ner":
+        return Trained("tagging", preset, {"model": model})
     return Trained("glue", preset, {"model": model, "task": task})
 
 
