@@ -25,9 +25,10 @@ from helpers import equal, fewer_sentences, records, summary
 from loading_helpers import Numbers, Sentences
 from simulated_pod import DEVICES, TRAINING, Meeting, Pod, this_host
 
+from data import tagging as tagging_data
 from data import text, vocabulary, wmt
 from data.batching import Buckets
-from train import dlrm, glue, pretrain, resnet50, transformer, translate
+from train import dlrm, glue, pretrain, resnet50, tagging, transformer, translate
 from train.common import checkpoint, device, files, loading
 from train.common.mesh import Layout, Mesh
 from train.common.run_folder import RunFolder
@@ -51,6 +52,21 @@ def rows_of(batch: dict) -> slice | torch.Tensor:
     if mask is None or mask.dim() != 1:
         return slice(None)
     return mask > 0
+
+
+def fewer_tagged(monkeypatch, sizes: tuple[int, int]) -> None:
+    """Gives so many sentences with tags for training and for evaluation."""
+    open_splits = tagging_data.open_splits
+
+    def some(sentences: tagging_data.Sentences, size: int) -> tagging_data.Sentences:
+        return replace(sentences, words=sentences.words[:size], tags=sentences.tags[:size])
+
+    def open_some(*arguments) -> tagging_data.Splits:
+        opened = open_splits(*arguments)
+        evaluated = {name: some(one, sizes[1]) for name, one in opened.eval.items()}
+        return replace(opened, train=some(opened.train, sizes[0]), eval=evaluated)
+
+    monkeypatch.setattr(tagging_data, "open_splits", open_some)
 
 
 def digest(batch: dict) -> torch.Tensor:
@@ -91,6 +107,14 @@ def of_glue(name: str, batch: dict) -> dict | torch.Tensor:
     positions = torch.arange(1, batch["input_ids"].shape[1] + 1)
     sums = (batch["input_ids"] * batch["attention_mask"] * positions).sum(1)
     return torch.sin(0.37 * sums[:, None] * torch.arange(1, 4))
+
+
+def of_tagging(name: str, batch: dict) -> dict | torch.Tensor:
+    """Gives each token a class by its number in evaluation."""
+    if name != "eval_step":
+        return of_step(name, batch)
+    classes = batch["input_ids"] % 7
+    return {"classes": classes.int(), "loss": torch.sin(batch["input_ids"].sum(1))}
 
 
 def of_transformer(name: str, batch: dict | None) -> dict | None:
@@ -166,6 +190,15 @@ GLUE = replace(
     log_every=1,
     eval_every=5,
 )
+TAGGING = replace(
+    tagging.TINY,
+    batch_size=8,
+    lengths=(16,),
+    epochs=3,
+    group_by_length=True,
+    log_every=1,
+    eval_every=5,
+)
 TRANSFORMER = replace(
     transformer.TINY,
     batch_tokens=128,
@@ -214,6 +247,15 @@ SCRIPTS = {
         results=of_glue,
         sizes=(61, 45),
         patch=fewer_sentences,
+        first_stop=10,
+        second_stop=13,
+    ),
+    "tagging": Script(
+        module=tagging,
+        config=TAGGING,
+        results=of_tagging,
+        sizes=(61, 45),
+        patch=fewer_tagged,
         first_stop=10,
         second_stop=13,
     ),
@@ -293,7 +335,12 @@ def trained(tmp_path_factory) -> Callable[..., Pod]:
     return get
 
 
-every_script = pytest.mark.parametrize("name", SCRIPTS)
+# What is evaluated per token reaches the hosts as GLUE's logits do.
+MARKED = []
+for script_name in SCRIPTS:
+    is_slow = script_name == "tagging"
+    MARKED.append(pytest.param(script_name, marks=pytest.mark.slow if is_slow else ()))
+every_script = pytest.mark.parametrize("name", MARKED)
 
 
 def run_folder(pod: Pod) -> str:
@@ -415,6 +462,16 @@ def test_logits_of_glues_evaluation_are_on_every_device(replicated, pod_mesh):
     logits = glue.eval_step(glue.State(Answer(), None), batch, GLUE, pod_mesh)
 
     assert_same_objects([logits], replicated)
+
+
+def test_tags_of_an_evaluation_are_on_every_device(replicated, pod_mesh):
+    batch = dict.fromkeys(("input_ids", "attention_mask", "labels"), torch.ones(4, 3).long())
+    model = Answer()
+    model.forward = lambda **_: SimpleNamespace(logits=torch.ones(4, 3, 5))
+
+    found = tagging.eval_step(tagging.State(model, None), batch, TAGGING, pod_mesh)
+
+    assert_same_objects(found.values(), replicated)
 
 
 def test_clicks_of_dlrms_evaluation_are_on_every_device(replicated, pod_mesh):
