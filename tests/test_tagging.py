@@ -399,6 +399,17 @@ def test_the_recipe_is_that_of_tagging_where_there_is_one():
     assert script.recipe_of(script.Config(model="auto")).checkpoint == ""
 
 
+def test_a_recipe_of_another_task_is_said():
+    said = "no recipe of tagging is published for roberta: .* fine-tuning on sentences"
+    assert re.search(said, script.describe_recipe(script.Config(model="roberta", data="conll")))
+    assert script.describe_recipe(script.Config(data="conll")) == ""
+    assert script.describe_recipe(script.Config(model="roberta", checkpoint="new")) == ""
+
+
+def test_the_model_card_names_the_pipeline(export):
+    assert "\npipeline_tag: token-classification\n" in (export / "README.md").read_text()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("model", ["distilbert", "roberta", "xlnet"])
 def test_other_encoders_learn(model, tmp_path):

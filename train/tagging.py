@@ -103,12 +103,8 @@ TINY = Config(
     clip=1.0,
 )
 
-# Fields that a resumed run may change: these do not change the trained weights. keep does not
-# either, but has never been among them: a run with another --keep is another run.
+# Fields that a resumed run may change: these do not change the trained weights.
 MAY_CHANGE = ("workers", "log_every", "save_every", "strict", "layout", "safe_forms")
-# Fields that a resumed run's config.json must have. Before group_by_length existed, runs had
-# another order of examples.
-REQUIRED = ("group_by_length",)
 # Flags that may be given with --evaluate; all others are the run's. They change no number beyond
 # rounding, or say where other data have words and tags.
 EVALUATE_FLAGS = (
@@ -184,6 +180,18 @@ def recipe_of(config: Config) -> FineTuning:
     return encoder.tagging or encoder.fine_tuning
 
 
+def describe_recipe(config: Config) -> str:
+    """Returns what the user should know of a recipe that was published for another task; "" of
+    others, of trials and of new weights, which have a message of their own."""
+    is_published = encoders.by_name(config.model).tagging is not None
+    if is_published or config.data == "synthetic" or config.checkpoint == NEW:
+        return ""
+    return (
+        f"no recipe of tagging is published for {config.model}: where no flag says it, batch, "
+        "epochs and rate are those of its fine-tuning on sentences"
+    )
+
+
 def with_recipe(config: Config) -> Config:
     """Returns the config with the recipe's numbers where a field is None."""
     recipe = recipe_of(config)
@@ -244,7 +252,7 @@ def open_data(config: Config) -> Data:
         # A checkpoint that never had a head may be evaluated untrained, but the user is told.
         if tagger.head.is_new and config.lr == 0:
             head_message += "; --lr 0 does not train it"
-    messages = [head_message]
+    messages = [describe_recipe(config), head_message]
     for examples in (train, *evaluated.values()):
         messages += examples.notes
     head_message = "\n".join(filter(None, messages))
@@ -689,7 +697,6 @@ def main(config: Config) -> dict[str, float]:
         headline=headline(config, data, plan, total_steps),
         may_differ=MAY_CHANGE,
         sources=splits.sources_of(data.train, *data.eval.values()),
-        required=REQUIRED,
         total_steps=total_steps,
         metrics=metric_names(data),
     )

@@ -23,6 +23,7 @@ TASKS = {
     "ForSequenceClassification": "text-classification",
     "ForQuestionAnswering": "question-answering",
     "ForQuestionAnsweringSimple": "question-answering",  # of XLNet
+    "ForTokenClassification": "token-classification",
     "ForMaskedLM": "fill-mask",
     "ForPreTraining": "fill-mask",
     "LMHeadModel": "text-generation",
