@@ -135,6 +135,7 @@ class ClickLog:
             # As torchrec halves a day: an odd row is of the first half.
             half = -(-len(self) // 2)
             self._ends = np.array([half])
+            self.older_source = self.source  # all of the day, before there was this half
             self.left_out = [*self.left_out, f"the second half of {self.source}"]
             self.source = f"the first half of {self.source}"
 

@@ -235,6 +235,15 @@ def test_a_stopped_run_continues_its_log(dlrm_config, dlrm_run):
     assert values_of(folder)["eval_accuracy"] == values_of(dlrm_run)["eval_accuracy"]
 
 
+def test_a_run_does_not_change_to_other_ids_when_it_resumes(dlrm_config):
+    """--multi-hot is no difference by itself: runs of older versions have no such field."""
+    config = replace(dlrm_config, name="changed", save_every=2)
+    with logged():
+        stop_at(6, terminate, dlrm.main, config)
+        with pytest.raises(InputError, match="the first half of day_1; now on day_0, and on day_1"):
+            dlrm.main(replace(config, multi_hot=False))
+
+
 # ---- the log alone -----------------------------------------------------------------------------
 class Folder:
     """A run's folder in memory."""

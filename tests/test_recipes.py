@@ -489,6 +489,24 @@ def test_resnets_rate_rises_linearly_then_falls_as_half_a_cosine():
     assert_close(rates(resnet50.learning_rate, part_of_a_step, [0], 10), [0.2])
 
 
+def test_mlperfs_rate_falls_as_a_parabola_to_its_end():
+    """mlcommons/logging, rcps_resnet.json of training_4.0.0, resnet_ref_4096; closed_resnet_lars:
+    opt_learning_rate_decay_poly_power 2, opt_end_learning_rate 0.0001."""
+    config = resnet50.MLPERF
+    steps_per_epoch = 1_281_167 / 4096
+    warmup = 5 * steps_per_epoch
+    middle = warmup + 13_137 / 2  # opt_learning_rate_decay_steps
+    last = 47 * steps_per_epoch
+
+    found = rates(resnet50.learning_rate, config, [warmup, middle, last], steps_per_epoch)
+
+    assert found == pytest.approx([10, 1e-4 + (10 - 1e-4) / 4, 1e-4], rel=1e-4)
+    assert config.weight_decay == 2e-4
+    assert config.batch_size / config.norm_groups == 64  # model_bn_span
+    no_rate = replace(config, lr=0.0)
+    assert rates(resnet50.learning_rate, no_rate, [0, 9999], 313) == [0, 0]
+
+
 def test_the_rate_of_pretraining_rises_and_falls_linearly():
     config = replace(pretrain.TINY, lr=0.5, steps=100, warmup_steps=20)
 

@@ -133,6 +133,9 @@ REMOVED_FIELDS = ("dim",)
 # under any plan.
 MAY_CHANGE = ("plan", "model_devices", "exchange_room", "steps_a_call", *REMOVED_FIELDS)
 MAY_CHANGE += ("workers", "log_every", "save_every", "keep", "strict", "safe_forms")
+# It changes the data, which a run records by itself: by them runs are told apart, older ones too,
+# which have no such field.
+MAY_CHANGE += ("multi_hot",)
 # Flags that may be given with --evaluate; all others are the run's. They change no number beyond
 # rounding.
 EVALUATE_FLAGS = ("plan", "model_devices", "exchange_room")
