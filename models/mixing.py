@@ -21,8 +21,8 @@ def inside(boxes: Tensor, height: int, width: int) -> Tensor:
     Args:
         boxes: int32 [B, 4]: top, bottom, left, right; the second and the last are outside.
     """
-    rows = torch.arange(height, device=boxes.device)
-    columns = torch.arange(width, device=boxes.device)
+    rows = torch.arange(height, dtype=boxes.dtype, device=boxes.device)
+    columns = torch.arange(width, dtype=boxes.dtype, device=boxes.device)
     top, bottom, left, right = boxes[:, :, None].unbind(1)  # [B, 1] each
     in_rows = (rows >= top) & (rows < bottom)
     in_columns = (columns >= left) & (columns < right)

@@ -3,7 +3,9 @@ averaged weights. test_augmentation.py has the augmentation itself."""
 
 import json
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import safetensors
 import torch
@@ -20,8 +22,10 @@ from helpers import (
     stop_at,
     summary,
 )
+from image_files import save
 from torch.optim.swa_utils import AveragedModel
 
+from data import imagenet, labelled_files, targets
 from models import resnet
 from train import resnet50
 from train.common import checkpoint, device
@@ -191,6 +195,34 @@ def test_the_export_says_how_its_images_are_prepared(finished):
 
     assert (about["image_size"], about["resize"]) == ("40", "42")
     assert len(json.loads(about["classes"])) == 10
+
+
+@pytest.fixture
+def folder(tmp_path) -> str:
+    """A folder of pictures of 40 x 50 pixels."""
+    for split in ("train", "val"):
+        for name in ("cat", "dog"):
+            save(tmp_path / split / name / "0.png")
+    return str(tmp_path)
+
+
+def test_pictures_of_a_folder_have_the_presets_sizes(folder):
+    """Trained on at one size, and evaluated at another, by a training and by --evaluate."""
+    config = replace(SHORT, data=folder)
+    data = resnet50.open_data(config)
+    target = targets.Target("classes", ("cat", "dog"))
+    learned = imagenet.Learned(target, labelled_files.Scale())
+    its_own = SimpleNamespace(owns=lambda _: True)
+    evaluated = resnet50.open_evaluation(config, its_own, learned)
+
+    rng = np.random.default_rng(0)
+    trained = data.train.example(0, rng)
+    assert trained["image"].shape == (32, 32, 3)
+    assert "share" in trained
+    with open(f"{folder}/val/cat/0.png", "rb") as file:
+        expected = imagenet.eval_crop(imagenet.decode(file.read()), size=40, resize=42)
+    for images in (data.eval, evaluated):
+        assert np.array_equal(images.example(0, rng)["image"], expected)
 
 
 def test_resume_is_exact(finished, tmp_path):

@@ -99,8 +99,8 @@ TRIALS = {
         reads=3,
         diverges={"lr": 1e12},
         may_be_0=(
-            "lr warmup_epochs momentum weight_decay label_smoothing norm_groups seed workers "
-            "patience"
+            "eval_size eval_resize lr warmup_epochs momentum weight_decay label_smoothing average "
+            "norm_groups seed workers patience"
         ),
     ),
     "dlrm": Trial(
