@@ -232,7 +232,11 @@ class Malformed:
 
 
 def read_tables(
-    path: Path, columns: Sequence[str], rows: int, skipped: list[Malformed] | None = None
+    path: Path,
+    columns: Sequence[str],
+    rows: int,
+    skipped: list[Malformed] | None = None,
+    remedy: str = "fix or remove it",
 ) -> Iterator[pa.Table]:
     """Yields the rows of a CSV or parquet file in order, in tables of these columns.
 
@@ -242,6 +246,7 @@ def read_tables(
     Args:
         skipped: gets the rows that are left out for their number of columns, in order; some may lie
             behind the table that is yielded. None: the first one is an error.
+        remedy: what to do about such a row, for its error.
 
     Raises InputError, after the rows before: the file cannot be read on, or a row has another
     number of columns.
@@ -249,7 +254,7 @@ def read_tables(
     header = read_header(path, columns)
     batches = _parquet_batches(path, columns, rows)
     if header.separator:
-        batches = _csv_batches(path, columns, header, skipped)
+        batches = _csv_batches(path, columns, header, skipped, remedy)
 
     waiting = []
     count = 0
@@ -277,7 +282,11 @@ def _parquet_batches(path: Path, columns: Sequence[str], rows: int) -> Iterator[
 
 
 def _csv_batches(
-    path: Path, columns: Sequence[str], header: Header, skipped: list[Malformed] | None
+    path: Path,
+    columns: Sequence[str],
+    header: Header,
+    skipped: list[Malformed] | None,
+    remedy: str,
 ) -> Iterator[pa.RecordBatch]:
     """Yields the rows of a CSV file in batches of BLOCK_BYTES of text, each value as its bytes.
 
@@ -321,7 +330,7 @@ def _csv_batches(
         if last is not None:
             yield last
         first = malformed[0]
-        raise InputError(f"{path} row {first.row + 1}: {first.why}; fix or remove it")
+        raise InputError(f"{path} row {first.row + 1}: {first.why}; {remedy}")
 
     is_open = counted.quotes % 2 and _ends_in_quotes(path, header)
     if last is not None:

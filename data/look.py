@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from data import criteo, glue, imagenet, splits, squad, tagging, text, wmt
+from data import criteo, glue, imagenet, own_text, splits, squad, tagging, text, wmt
 from errors import InputError
 
 
@@ -65,7 +65,14 @@ def rows(data: str, task: str) -> str:
 
 
 def sentences(data: str, task: str) -> str:
-    """Reads a task of GLUE, or without `task` finds out which tasks there are."""
+    """Reads a task of GLUE, or without `task` finds out which tasks there are; or names the columns
+    of a file of the user's own."""
+    columns = [] if task else own_text.column_names(data)
+    if columns:
+        return (
+            f"sentences of your own, in the columns {splits.shown(columns)}; "
+            'the training takes ARGS="--text COLUMN --label COLUMN"'
+        )
     if task:
         examples = _read_task(data, task)
         return f"{len(examples[0]):,} examples of {task}{splits.said(*examples)}"

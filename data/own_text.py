@@ -426,14 +426,7 @@ def _read_file(path: Path, columns: Columns) -> Table:
         raise InputError(f"{path} has an ending that is not known; {EXPECTED}")
     kind = (found[1] or found[2]).lower()
     if kind in TABLE_KINDS:
-        rows = sentences.call_datasets(
-            f"{path} cannot be read by datasets",
-            "load_dataset",
-            kind,
-            data_files={"train": [str(path)]},
-            split="train",
-        )
-        return _read_table(rows, str(path), columns)
+        return _read_table(_open_table(path, kind), str(path), columns)
 
     text = read_text(path)
     table = Table(str(path), [[] for _ in columns.text])
@@ -453,6 +446,17 @@ def _read_file(path: Path, columns: Columns) -> Table:
     if not table.lines:
         raise InputError(f"{path} has no rows; expected some with {', '.join(columns.needed)}")
     return table
+
+
+def _open_table(path: Path, kind: str) -> "datasets.Dataset":  # noqa: F821
+    """Opens a file of one of TABLE_KINDS."""
+    return sentences.call_datasets(
+        f"{path} cannot be read by datasets",
+        "load_dataset",
+        kind,
+        data_files={"train": [str(path)]},
+        split="train",
+    )
 
 
 def _check_columns(names: Iterable[str], columns: Columns, where: str) -> None:
@@ -524,15 +528,48 @@ def _csv_rows(text: str, path: Path, columns: Columns) -> Iterator[tuple[int, di
         yield line, dict(zip(header, fields, strict=True))
 
 
+def column_names(data: str) -> list[str]:
+    """Returns the names of the columns of a user's own local file; [] for data that is none.
+
+    Raises:
+        InputError: it cannot be read, or is empty.
+    """
+    path = Path(data).expanduser()
+    found = KIND.search(path.name)
+    if found is None or not path.is_file():
+        return []
+    kind = (found[1] or found[2]).lower()
+    if kind in TABLE_KINDS:
+        return _open_table(path, kind).column_names
+
+    text = read_text(path)
+    if kind not in ("csv", "tsv"):
+        for _, row in json_rows(text, path):
+            return list(row)
+        raise InputError(f"{path} has no rows")
+    headers = [_header(text, separator) for separator in csv_text.SEPARATORS]
+    most = max(headers, key=len)
+    if len(most) < 2:
+        raise InputError(
+            f"{path} has no header of several columns in its first line, {text[:60]!r}"
+        )
+    return most
+
+
+def _header(text: str, separator: str) -> list[str]:
+    """Returns the names of the columns of a CSV file under a separator; [] of an empty file."""
+    csv.field_size_limit(max(csv.field_size_limit(), len(text)))  # a long text is no error
+    # Not strict: under another sign than the file's, its quotes stand in wrong places.
+    reader = csv.reader(io.StringIO(text, newline=""), delimiter=separator)
+    header = next(filter(None, reader), [])
+    return [name.strip() for name in header]
+
+
 def _find_separator(text: str, path: Path, columns: Columns) -> str:
     """Returns the sign under which the first line has all columns that are needed."""
-    csv.field_size_limit(max(csv.field_size_limit(), len(text)))  # a long text is no error
     most = []
     for separator in csv_text.SEPARATORS:
-        # Not strict: under another sign than the file's, its quotes stand in wrong places.
-        reader = csv.reader(io.StringIO(text, newline=""), delimiter=separator)
-        header = next(filter(None, reader), [])
-        header = [name.strip() for name in header]
+        header = _header(text, separator)
         if all(name in header for name in columns.needed):
             return separator
         if len(header) > len(most):

@@ -174,3 +174,57 @@ def test_a_script_run_by_its_path_says_in_one_line_how(script):
     assert result.stdout == ""
     (line,) = result.stderr.splitlines()
     assert f"python -m train.{script} " in line
+
+
+# Prints lines until it is ended; "worker": the pipe of something else breaks.
+PRINTS = """
+import dataclasses
+from train.common import cli
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    worker: bool = False
+
+
+def main(config):
+    print("first", flush=True)
+    if config.worker:
+        raise BrokenPipeError("of a worker")
+    while True:
+        print("more", flush=True)
+
+
+cli.run(main, {"tiny": ("a trial", Config())})
+"""
+
+
+def read_first_line(*flags: str) -> tuple[int, str]:
+    """Reads the first line that PRINTS prints, as `| head -1` does; returns its exit code, and
+    what it says on the standard error."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", PRINTS, "tiny", *flags],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout.readline() == "first\n"
+    if not flags:
+        process.stdout.close()
+    with process:
+        return process.wait(timeout=60), process.stderr.read()
+
+
+def test_a_reader_that_leaves_ends_a_run_with_a_sentence():
+    code, error = read_first_line()
+    assert code == 141
+    assert error.splitlines()[-1].startswith("error: ended, since the program that read the output")
+    assert "Traceback" not in error
+    assert "Exception ignored" not in error
+
+
+def test_a_broken_pipe_of_something_else_keeps_its_traceback():
+    code, error = read_first_line("--worker")
+    assert code == 1
+    assert "BrokenPipeError: of a worker" in error

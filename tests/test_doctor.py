@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from unittest.mock import Mock
 
+import datasets
 import pytest
 from PIL import Image
 
@@ -680,6 +681,35 @@ def test_a_link_to_an_image_that_is_not_there_is_named(evaluated, tmp_path):
     pattern = "1.jpg is a link to nowhere.jpg, which is not there; mend the link"
     with pytest.raises(InputError, match=pattern):
         look.look(str(tmp_path), "resnet50")
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("reviews.csv", "review;stars\ngood, very;5\n"),
+        ("reviews.jsonl", '{"review": "good", "stars": 5}\n'),
+    ],
+)
+@pytest.mark.parametrize("script", ["glue", ""])
+def test_a_file_of_own_sentences_shows_its_columns(script, name, content, tmp_path):
+    file = tmp_path / name
+    file.write_text(content)
+    said = "sentences of your own, in the columns review, stars; .*--text COLUMN --label COLUMN"
+    assert re.search(said, look.look(str(file), script))
+    with pytest.raises(InputError, match="is a file; expected the folder"):
+        look.look(str(file), "glue", "sst2")
+
+
+def test_a_table_of_own_sentences_shows_its_columns(tmp_path, cache):
+    datasets.Dataset.from_dict({"a": ["x"], "b": [1]}).to_parquet(tmp_path / "mine.parquet")
+    assert "in the columns a, b;" in look.look(str(tmp_path / "mine.parquet"), "glue")
+
+
+@pytest.mark.parametrize("content", ["", "one sentence\nanother one\n"])
+def test_a_file_without_columns_is_no_data(content, tmp_path):
+    (tmp_path / "mine.csv").write_text(content)
+    with pytest.raises(InputError, match="no header of several columns"):
+        look.look(str(tmp_path / "mine.csv"), "glue")
 
 
 starts_a_process = pytest.mark.slow

@@ -276,6 +276,23 @@ def test_the_next_export_is_evaluated_as_the_first(named, same, textures, tmp_pa
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("weights", "pattern"),
+    [
+        ("none.safetensors", "there is no weights file .*none.safetensors"),
+        ("text.pth", "text.pth is no state dict"),
+        ("other.safetensors", "--weights .* does not fit --model: .* more tensors differ"),
+    ],
+)
+def test_wrong_weights_are_refused_before_there_is_a_run(weights, pattern, tmp_path, refused):
+    (tmp_path / "text.pth").write_text("no weights")
+    files.save_weights(str(tmp_path / "other.safetensors"), {"a": torch.zeros(2)}, {})
+
+    runs = tmp_path / "runs"
+    refused(resnet50, f"tiny --weights {tmp_path}/{weights} --runs {runs}", pattern)
+    assert not runs.exists()
+
+
 def test_nameless_weights_are_refused_without_training(nameless, textures, refused):
     pattern = "nameless.safetensors does not name the 10 classes.*without training.*--labels"
 

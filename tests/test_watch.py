@@ -493,6 +493,8 @@ def test_every_generation_has_a_peak():
 class Folder:
     """Holds the files of a run in memory."""
 
+    remote = False
+
     def __init__(self):
         self.files = {}
         self.read = self.files.get
@@ -563,6 +565,22 @@ def test_goodput_counts_every_second_once_over_all_starts(clock, monkeypatch):
     assert found["cost"] == pytest.approx(chip_seconds / 3600 * 3.6)
     message = r"goodput \d+ % .* of 174 s in 2 start\(s\)\): steps .* chip-hours at 3.6: 0.44"
     assert re.search(message, messages[-1])
+
+
+def test_a_finished_remote_run_is_noted_before_its_upload(clock):
+    """Then its local folder is gone."""
+    folder = Folder()
+    folder.remote = True
+    run = run_from(0, folder)
+    run.finished = False
+    with goodput.Goodput(run, 0.0) as watch:
+        clock.now += 5
+        watch.summary()
+        noted = dict(folder.files)
+        run.finished = True
+        folder.write = None
+
+    assert json.loads(noted[goodput.FILE])[0]["seconds"]["steps"] == 5
 
 
 def test_a_damaged_goodput_file_is_a_warning(clock):

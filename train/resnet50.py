@@ -438,6 +438,14 @@ def open_weights(
     return tensors, head
 
 
+def check_weights(config: Config, data: Data) -> None:
+    """Fits --weights to a network without numbers; raises InputError where `build` would."""
+    with torch.device("meta"):
+        model = resnet(config.model, len(data.train.classes))
+    tensors, head = open_weights(config, data.train)
+    load_weights(model, tensors, config.weights, head)
+
+
 def convert_head_unit(
     tensors: dict[str, Tensor], metadata: dict[str, str], scale: labelled_files.Scale
 ) -> dict[str, Tensor]:
@@ -956,6 +964,8 @@ def main(config: Config) -> dict[str, float]:
     )
     total_steps = config.epochs * steps_per_epoch
     check_evaluation(data, config, mesh)
+    if config.weights:
+        check_weights(config, data)
 
     # ---- the run's folder ------------------------------------------------------------------------
     kind = "synthetic" if config.data == "synthetic" else "images"

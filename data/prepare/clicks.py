@@ -16,7 +16,7 @@ import math
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -39,6 +39,8 @@ CHUNK_ROWS = 1 << 18
 HEAD_ROWS = 100  # of each file, which are looked at before the others
 LEFT_OUT = b"left_out"  # the metadata of a chunk with the rows that it does not have
 MERGED_AT_LEAST = 1 << 20  # values counted in chunks before they are merged into the vocabulary
+# What to do about a row that cannot be used.
+REMEDY = "fix or remove it, or leave out a share of such rows with --bad-rows 0.001"
 # A feature's name is that of a file and of a table in the export.
 FEATURE = re.compile(r"[^./\\\x00-\x1f]{1,100}")
 
@@ -306,7 +308,7 @@ def _check_heads(found: Sources, names: Names, bad_rows: float) -> str:
     kinds = {}
     for path in found.paths:
         skipped: list[Malformed] = []
-        tables = clicks.read_tables(path, names.all, HEAD_ROWS, skipped if bad_rows else None)
+        tables = _read(path, names, HEAD_ROWS, bad_rows, skipped)
         head = next(tables, None)
         if head is None and skipped:
             raise InputError(f"{path} has no row that can be used; {_sentence(path, skipped[0])}")
@@ -346,6 +348,17 @@ def _head_kind(path: Path, head: pa.Table, names: Names, bad_rows: float) -> str
 
 
 # Parsing
+
+
+def _read(
+    path: Path, names: Names, rows: int, bad_rows: float, skipped: list[Malformed]
+) -> Iterator[pa.Table]:
+    """Yields a file's rows in tables, as `clicks.read_tables` does.
+
+    Args:
+        skipped: gets the malformed rows, where some may be left out.
+    """
+    return clicks.read_tables(path, names.all, rows, skipped if bad_rows else None, REMEDY)
 
 
 def _typed(table: pa.Table, names: Names, kind: str) -> pa.Table:
@@ -391,10 +404,7 @@ def _parse(
     try:
         parsed = _typed(table, names, kind)
     except BadRow as error:
-        raise InputError(
-            f"{path} row {first + error.row + 1}: {error.why}; fix or remove it, or leave out a "
-            "share of such rows with --bad-rows 0.001"
-        ) from error
+        raise InputError(f"{path} row {first + error.row + 1}: {error.why}; {REMEDY}") from error
 
     left_out = {"count": len(bad)}
     if bad:
@@ -476,7 +486,7 @@ def _parse_file(
     first_bad = None
     parsed_rows = 0
     skipped: list[Malformed] = []
-    tables = clicks.read_tables(path, names.all, chunk_rows, skipped if bad_rows else None)
+    tables = _read(path, names, chunk_rows, bad_rows, skipped)
     for table in tables:
         chunk = _chunk_path(parts, source, len(counted))
         if not _has_rows(chunk, table.num_rows):

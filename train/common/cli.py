@@ -3,7 +3,10 @@ user can fix."""
 
 import contextlib
 import difflib
+import os
 import re
+import select
+import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import fields, is_dataclass
@@ -28,6 +31,12 @@ REMOVED = {
     ("--plan", "column"): _PLAN_REMOVED,
 }
 
+STDOUT = 1  # file descriptor
+READER_LEFT = (
+    "error: ended, since the program that read the output has ended, such as head in `| head`; "
+    "the same command resumes an unfinished run; `> log` needs no reader"
+)
+
 # The flags of the command line whose `main` runs, as names of fields; None: Python has called it.
 _given: frozenset[str] | None = None
 
@@ -41,8 +50,9 @@ def run(
     shows every field.
 
     An InputError ends the process with one line, `error: …`, and exit code 2; so does Ctrl-C before
-    the training, with 130 and at the latest two seconds later. Any other exception keeps its
-    traceback. Where train/common/watch is, its flags are there, too.
+    the training, with 130 and at the latest two seconds later, and a reader of the output that has
+    left, with 141. Any other exception keeps its traceback. Where train/common/watch is, its flags
+    are there, too.
 
     Args:
         presets: name -> (one line about it, Config).
@@ -65,6 +75,20 @@ def run(
     except KeyboardInterrupt:
         print(interrupt.ENDED, file=sys.stderr, flush=True)
         sys.exit(interrupt.CODE)
+    except BrokenPipeError:
+        if not _reader_has_left():
+            raise
+        # What is flushed at the end of the process goes nowhere, and fails no more.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), STDOUT)
+        print(READER_LEFT, file=sys.stderr, flush=True)
+        sys.exit(128 + signal.SIGPIPE)
+
+
+def _reader_has_left() -> bool:
+    """Returns whether the standard output is a pipe that nobody reads any more."""
+    output = select.poll()
+    output.register(STDOUT, 0)
+    return any(event & select.POLLERR for _, event in output.poll(0))
 
 
 @contextlib.contextmanager

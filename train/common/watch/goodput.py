@@ -193,7 +193,9 @@ class Goodput(Watcher):
     def _note(self) -> None:
         self._enter(self._phase)
         self._noted_at = time.monotonic()
-        if self._run.mesh.main_process:
+        # `summary` was the last time for a remote run: what was uploaded is removed here.
+        is_gone = self._run.folder.remote and self._run.finished
+        if self._run.mesh.main_process and not is_gone:
             try:
                 self._run.folder.write(FILE, to_json([*self._starts, self._record()], indent=2))
             except InputError as error:
