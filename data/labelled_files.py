@@ -20,13 +20,12 @@ from pathlib import Path, PurePath
 import numpy as np
 from torchvision.datasets.folder import IMG_EXTENSIONS
 
-from data import splits, targets
+from data import csv_text, splits, targets
 from errors import InputError
 
 NAME = "labels.csv"
 FILE_COLUMNS = ("file", "filename", "file_name")  # file_name is that of datasets' imagefolder
 SPLIT_COLUMN = "split"
-SEPARATORS = (",", ";", "\t")  # between columns; a spreadsheet's depends on its language
 TRUTHS = {"0": 0, "0.0": 0, "false": 0, "1": 1, "1.0": 1, "true": 1}
 
 
@@ -268,7 +267,7 @@ def _read(path: str) -> Table:
 def _separator(header: str) -> str:
     """Returns what stands between the columns of a CSV with this first line: what gives it a column
     of files, else a comma."""
-    for separator in SEPARATORS:
+    for separator in csv_text.SEPARATORS:
         names = [name.strip().strip('"') for name in header.split(separator)]
         if any(name in FILE_COLUMNS for name in names):
             return separator
