@@ -235,6 +235,7 @@ def test_resume_is_exact(finished, tmp_path):
     assert equal(exported(f"{tmp_path}/stopped"), exported(finished.path))
 
 
+@pytest.mark.slow  # a resume restores it, too
 def test_the_best_average_is_exported(finished, tmp_path):
     """Not the best weights that are not averaged."""
     config = replace(finished.config, best="-top1", epochs=2, runs=str(tmp_path), name="best")
