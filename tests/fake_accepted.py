@@ -25,6 +25,7 @@ METRICS = {
     "resnet50": {"top1": 0.97, "top5": 1.0, "loss": 0.25},
     "dlrm": {"auc": 0.806, "loss": 0.5, "ne": 0.78},
     "glue": {"accuracy": 0.998, "loss": 0.01},
+    "squad": {"exact_match": 0.9, "f1": 0.95, "loss": 0.2},
     "transformer": {"bleu": 99.0, "ppl": 1.2},
     "pretrain": {"accuracy": 0.46, "loss": 1.4},
     "tagging": {"f1": 0.99, "accuracy": 0.99, "loss": 0.01},
@@ -52,7 +53,8 @@ def script_of(model: str, task: str) -> str:
     """Returns the script of train/ that trains a model."""
     if model in ("resnet50", "dlrm", "transformer"):
         return model
-    return {"pretrain": "pretrain", "ner": "tagging"}.get(task, "glue")
+    scripts = {"pretrain": "pretrain", "squad": "squad", "ner": "tagging"}
+    return scripts.get(task, "glue")
 
 
 def read_settings(runs: Path) -> dict:

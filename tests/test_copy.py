@@ -470,6 +470,7 @@ ELECTRA = '''"""ELECTRA (Clark et al. 2020, arXiv:2003.10555)."""
 from transformers import ElectraConfig
 
 from models.encoders.record import Encoder, FineTuning, LanguageHead, Partition, Pretraining
+from models.encoders.record import QuestionAnswering
 from models.partition import IN, OUT, VECTOR, VOCABULARY
 
 
@@ -521,6 +522,14 @@ ENCODER = Encoder(
         weight_decay=0.01,
         epochs=3,
     ),
+    question_answering=QuestionAnswering(
+        source="made up",
+        lr=1e-4,
+        warmup=0.1,
+        weight_decay=0.01,
+        epochs=2,
+        batch_size=32,
+    ),
     objective="models.masked_words",
     pretraining=Pretraining(
         source="made up",
@@ -563,6 +572,7 @@ def with_electra(tmp_path_factory) -> Path:
     [
         pytest.param("", f"{FINE_TUNING} --mesh data=2,model=2", marks=pytest.mark.slow),
         pytest.param("pretrain", PRETRAINING, marks=pytest.mark.slow),
+        pytest.param("squad", ANSWERS, marks=pytest.mark.slow),
     ],
 )
 def test_a_new_encoder_is_one_file_and_one_line(task, flags, with_electra, tmp_path):
