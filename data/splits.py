@@ -4,8 +4,8 @@ A name is cut into words at everything that is not a letter or an apostrophe. A 
 decides, in any case; other words mean nothing. So train-00000-of-00008.parquet, wiki.train.tokens,
 News.2018.valid.txt, val2017 and "train(1).txt" say their split, and devotions.txt and
 testament_of_youth.txt say none. Words and separators are those of `datasets` (its data_files.py),
-with three differences: it takes eval and evaluation for test; it minds the case; and trainset,
-"train(1)" and the like say nothing to it.
+with four differences: it takes eval and evaluation for test; it minds the case; trainset,
+"train(1)" and the like say nothing to it; and testa and testb, of CoNLL-2003, are no test to it.
 
 A folder decides for all that is in it. A name that says two splits is refused.
 """
