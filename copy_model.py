@@ -9,6 +9,7 @@ Only the standard library is needed.
 
 import argparse
 import ast
+import functools
 import shutil
 import sys
 from collections.abc import Sequence
@@ -53,17 +54,18 @@ DISTRIBUTIONS = {
 ALONG = {"fsspec": ["gcsfs"], "datasets": ["pyarrow"]}
 
 
-def imported(tree: ast.Module) -> set[str]:
-    """Returns the dotted names that a file imports, anywhere in it. `from a import b` gives a and
-    a.b."""
+@functools.cache  # a file is asked for again for each part that a copy may go without
+def imported(source: str) -> frozenset[str]:
+    """Returns the dotted names that the text of a file imports, anywhere in it. `from a import b`
+    gives a and a.b."""
     names = set()
-    for node in ast.walk(tree):
+    for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             names.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             names.add(node.module)
             names.update(f"{node.module}.{alias.name}" for alias in node.names)
-    return names
+    return frozenset(names)
 
 
 def module_file(module: str, root: Path) -> Path:
@@ -72,11 +74,11 @@ def module_file(module: str, root: Path) -> Path:
     return path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
 
 
-def objective(record: ast.Module) -> set[str]:
-    """Returns the module that the record of an encoder names as its `objective`. Only pretraining
-    imports it."""
+def objective(record: str) -> set[str]:
+    """Returns the module that the record of an encoder, as the text of its file, names as its
+    `objective`. Only pretraining imports it."""
     names = set()
-    for node in ast.walk(record):
+    for node in ast.walk(ast.parse(record)):
         if isinstance(node, ast.keyword) and node.arg == "objective":
             names.add(ast.literal_eval(node.value))
     return names
@@ -123,10 +125,10 @@ def needed(
         if file in found or not path.exists():  # a name in a module is no file
             continue
         found.add(file)
-        tree = ast.parse(path.read_text())
-        waiting |= imported(tree)
+        source = path.read_text()
+        waiting |= imported(source)
         if script == "pretrain" and name in ENCODERS.values():
-            waiting |= objective(tree)
+            waiting |= objective(source)
         package = name.rpartition(".")[0]
         if package:
             waiting.add(package)  # its own __init__.py

@@ -48,7 +48,7 @@ CODE = code_files()
 # ---- who imports whom ----------------------------------------------------------------------------
 def imports(path: Path) -> set[str]:
     """Returns the top-level packages that a file imports, anywhere in it."""
-    names = copy_model.imported(ast.parse(path.read_text()))
+    names = copy_model.imported(path.read_text())
     return {name.split(".")[0] for name in names}
 
 
