@@ -652,6 +652,8 @@ def open_clicks(
     """
     folder = Path(local_copy(data, *FILES)).expanduser()
     command = f"make data DATASET=criteo DATA={data}"
+    if multi_hot:
+        command += ' ARGS="--form mlperf_v2"'
     own = f'make data DATASET=clicks DATA={data} ARGS="--label clicked --categorical user,item"'
     if folder.is_file():
         raise InputError(

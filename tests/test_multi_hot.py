@@ -221,6 +221,7 @@ def test_other_data_are_refused_with_the_command(days, tmp_path):
     refused("has 3 categorical features; MLPerf's .*--no-multi-hot", days)
 
     text = write(tmp_path / "own" / "train.txt", random_rows(20))
+    refused("holds Criteo's text files; .*--form mlperf_v2", text.parent)
     pre.prepare(text)
     refused("has other ids than MLPerf's .*--form mlperf_v2", text.parent)
 
