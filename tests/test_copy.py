@@ -572,7 +572,7 @@ def with_electra(tmp_path_factory) -> Path:
     [
         pytest.param("", f"{FINE_TUNING} --mesh data=2,model=2", marks=pytest.mark.slow),
         pytest.param("pretrain", PRETRAINING, marks=pytest.mark.slow),
-        pytest.param("squad", ANSWERS, marks=pytest.mark.slow),
+        pytest.param("squad", SHORT, marks=pytest.mark.slow),
     ],
 )
 def test_a_new_encoder_is_one_file_and_one_line(task, flags, with_electra, tmp_path):
