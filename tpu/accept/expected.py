@@ -113,6 +113,11 @@ RECIPES = {
         label="ResNet-50 v1.5, ImageNet, 90 epochs",
         target="76.3 % top-1, Goyal et al. 2017",
     ),
+    "resnet50-modern": Recipe(
+        words="MODEL=resnet50 PRESET=modern",
+        label="ResNet-50 v1.5 `modern`, ImageNet, 600 epochs",
+        target="80.7 % top-1, Vryniotis 2021",
+    ),
     "dlrm-v1": Recipe(
         words="MODEL=dlrm PRESET=mlperf_v1",
         label="DLRM `mlperf_v1`, Criteo Terabyte",
@@ -137,6 +142,16 @@ RECIPES = {
         words="MODEL=bert TASK=mrpc PRESET=full",
         label="BERT-base, MRPC",
         target="F1 88.9 on the test set, Devlin et al. 2019",
+    ),
+    "bert-squad": Recipe(
+        words="MODEL=bert TASK=squad PRESET=full",
+        label="BERT-base, SQuAD 1.1",
+        target="F1 88.5, exact match 80.8 on the development set, Devlin et al. 2019",
+    ),
+    "bert-ner": Recipe(
+        words="MODEL=bert TASK=ner PRESET=full",
+        label="BERT-base cased, CoNLL-2003",
+        target="F1 92.4 on the test set, with the context of whole documents, Devlin et al. 2019",
     ),
     "bert-pretrain": Recipe(
         words="MODEL=bert TASK=pretrain PRESET=full",
