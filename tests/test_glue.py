@@ -372,7 +372,7 @@ def test_the_page_classifies_a_sentence_and_a_pair(trained, capsys):
     path, *_ = trained
     code = page_code("exports.md", "BERT and its kin in transformers", **{"runs/<name>": path})
 
-    exec(code.split("What train")[0], {})
+    exec(code.split("\n\ntag = ")[0], {})
 
     output = capsys.readouterr().out
     answers = re.findall(r"'label': '(negative|positive)', 'score': 0\.\d+", output)
