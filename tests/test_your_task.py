@@ -51,9 +51,10 @@ def test_a_patch_is_what_its_changed_copy_differs_in(name, tmp_path):
     assert numbers.sub("@@", found) == numbers.sub("@@", stored)
 
 
-# The MobileNet's graph compiles for minutes.
+# Slow: test_copy.py trains a copy and resumes it as well, and the MobileNet's graph compiles for
+# minutes.
 TRAINED = [
-    ("similarity", "cpu"),
+    pytest.param("similarity", "cpu", marks=pytest.mark.slow),
     pytest.param("similarity", "", marks=pytest.mark.slow),
     pytest.param("mobilenet", "cpu", marks=pytest.mark.slow),
     pytest.param("mobilenet", "", marks=pytest.mark.slow),
