@@ -7,7 +7,8 @@ SQuAD is Rajpurkar et al. 2016 (arXiv:1606.05250; version 1.1, every question ha
     windows = Windows(opened.train, tokenizer, limits)      # tokens, for the loader
 
 Data is one of
-    a file in SQuAD's JSON format, or a folder of such files: train-v1.1.json and dev-v1.1.json
+    a file in SQuAD's JSON format, also with .gz, or a folder of such files: train-v1.1.json and
+        dev-v1.1.json
     a folder of parquet or arrow files, or of save_to_disk, with the hub's columns
     the URL of one of these, such as gs://bucket/squad, see data/remote.py
     an id on the hub, such as rajpurkar/squad or rajpurkar/squad_v2
@@ -17,9 +18,11 @@ data/splits.py knows which split a file's name means. Without a validation split
 tenth of the contexts are held out. Answers are scored by squad_answers.py.
 """
 
+import gzip
 import hashlib
 import json
 import re
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -29,7 +32,7 @@ from typing import Any
 
 import numpy as np
 
-from data import splits
+from data import own_text, splits
 from data.remote import local_copy
 from data.sentences import XLNET_TYPE_PAD, call_datasets
 from errors import InputError
@@ -38,7 +41,8 @@ VERSIONS = ("1.1", "2.0")
 VERSION = re.compile(r"(?<![\d.])v?(1\.1|2\.0)(?!\.?\d)", re.IGNORECASE)  # in a file's name
 HUB_1 = "rajpurkar/squad"
 NAME_2 = re.compile(r"squad[-_]?v2(?!\d)", re.IGNORECASE)  # of a data set or folder
-PATTERNS = ("*.json", "*.parquet", "*.arrow")  # files of a folder
+JSON_PATTERNS = ("*.json", "*.json.gz")
+PATTERNS = (*JSON_PATTERNS, "*.parquet", "*.arrow")  # files of a folder
 COLUMNS = ("id", "question", "context", "answers")  # on the hub
 HELD_OUT = 10  # one in so many contexts is held out where there is no validation split
 SAVED = "dataset_dict.json"  # in a folder that DatasetDict.save_to_disk has written
@@ -212,7 +216,7 @@ def find(data: str, version: str = "") -> Found:
     if tables:
         read = partial(_read_tables, data)
         return Found(_by_split(splits.sort_files(tables, path), tables, path, read))
-    files = splits.below(path, "*.json")
+    files = splits.below(path, *JSON_PATTERNS)
     if not files:
         raise InputError(
             f"{data} has neither .json nor .parquet files; expected train-v1.1.json and "
@@ -247,7 +251,7 @@ def version_of(data: str) -> str:
     names = [name]
     path = Path(local_copy(data, *PATTERNS)).expanduser()
     if path.is_dir() and not (path / SAVED).exists():
-        names += [file.name for file in splits.below(path, "*.json")]
+        names += [file.name for file in splits.below(path, *JSON_PATTERNS)]
     versions = {match[1] for match in map(VERSION.search, names) if match}
     return versions.pop() if len(versions) == 1 else ""
 
@@ -295,35 +299,45 @@ def _checked(questions: Questions) -> Questions:
     return questions
 
 
-def read_file(path: Path, need_answers: bool = True) -> list[Question]:
+def read_file(path: Path) -> list[Question]:
     """Reads a file in SQuAD's JSON format.
 
-    Args:
-        need_answers: refuses a question that has no "answers", which `make predict` does not need.
     Raises:
-        InputError: the file is not JSON, or not in this format.
+        InputError: the file is not JSON, or not in this format; as `questions_of`.
     """
     try:
-        content = json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
-        raise InputError(f"{path} cannot be read as JSON: {error}") from error
-    return questions_of(content, str(path), need_answers)
+        content = path.read_bytes()
+        if path.suffix.lower() == ".gz":
+            content = gzip.decompress(content)
+        parsed = json.loads(content)
+    except (OSError, EOFError, zlib.error, ValueError, RecursionError) as error:
+        raise InputError(
+            f"{path} cannot be read as JSON: {error}; expected one object, {FORMAT}"
+        ) from error
+    return questions_of(parsed, str(path))
 
 
-def questions_of(content: Any, where: str, need_answers: bool = True) -> list[Question]:
-    """Returns the questions of a parsed file in SQuAD's JSON format, see `read_file`."""
+def questions_of(content: Any, where: str, to_train: bool = True) -> list[Question]:
+    """Returns the questions of a parsed file in SQuAD's JSON format.
+
+    Args:
+        where: the file, for messages.
+        to_train: reads the answers, and checks all texts. `make predict` needs no answers, and
+            checks each question by itself.
+    Raises:
+        InputError: it is not in this format; a text is none, or an answer is not at its place.
+    """
     rows = []
     try:
         for article in content["data"]:
             for paragraph in article["paragraphs"]:
                 for qa in paragraph["qas"]:
-                    answers = qa["answers"] if need_answers else qa.get("answers", ())
-                    texts = [answer["text"] for answer in answers]
-                    starts = [answer["answer_start"] for answer in answers]
-                    if qa.get("is_impossible"):  # 2.0 has plausible answers elsewhere
-                        texts = starts = ()
-                    row = (qa["id"], qa["question"], paragraph["context"], texts, starts)
-                    rows.append(_question(*row, where))
+                    name, text, context = qa["id"], qa["question"], paragraph["context"]
+                    if not to_train:
+                        rows.append(Question(str(name), text, context))
+                        continue
+                    answers, starts = _answers_of(qa, f"{where}, question {name}")
+                    rows.append(_question(name, text, context, answers, starts, where))
     except (KeyError, TypeError, AttributeError) as error:
         reason = f"{error} is missing" if isinstance(error, KeyError) else str(error)
         last = f" after the question {rows[-1].name}" if rows else ""
@@ -331,6 +345,22 @@ def questions_of(content: Any, where: str, need_answers: bool = True) -> list[Qu
             f"{where} is not in SQuAD's format{last}: {reason}; expected {FORMAT}"
         ) from error
     return rows
+
+
+def _answers_of(qa: dict[str, Any], what: str) -> tuple[list, list]:
+    """Returns the answers of a question in SQuAD's JSON format, and where they begin."""
+    impossible = qa.get("is_impossible")
+    if impossible not in (None, True, False):  # "false" is true to Python
+        raise InputError(f"{what} has {impossible!r} as is_impossible; expected true or false")
+    if impossible:  # 2.0 has plausible answers elsewhere
+        return [], []
+    answers = qa["answers"]
+    if not isinstance(answers, list):
+        raise InputError(
+            f"{what} has {answers!r} as its answers; expected a list, which is empty where the "
+            "context has none"
+        )
+    return [one["text"] for one in answers], [one["answer_start"] for one in answers]
 
 
 def _question(
@@ -342,11 +372,14 @@ def _question(
     for kind, value in (("question", text), ("context", context)):
         if not isinstance(value, str) or not value.strip():
             raise InputError(f"{what} has {value!r} as its {kind}; expected a text")
+        own_text.check_unicode(value, kind, what)
     if len(answers) != len(starts):
         raise InputError(f"{what} has {len(answers)} answers and {len(starts)} starts of them")
     for answer, start in zip(answers, starts, strict=True):
         if not isinstance(answer, str) or not answer.strip():
             raise InputError(f"{what} has the answer {answer!r}; expected a piece of its context")
+        if type(start) is not int:  # True is one to isinstance
+            raise InputError(f"{what} has the answer_start {start!r}; expected a whole number")
         there = context[start : start + len(answer)] if start >= 0 else ""
         if there != answer:
             raise InputError(
@@ -413,6 +446,11 @@ def _of_table(
     rows = []
     columns = [table[name] for name in COLUMNS]
     for name, text, context, answers in zip(*columns, strict=True):
+        if not isinstance(answers, dict) or not {"text", "answer_start"} <= answers.keys():
+            raise InputError(
+                f"{source}, question {name} has {answers!r} as its answers; expected lists "
+                '"text" and "answer_start", which are empty where the context has none'
+            )
         texts = answers["text"]
         rows.append(_question(name, text, context, texts, answers["answer_start"], source))
     return _checked(Questions(rows, source, left_out))
@@ -520,7 +558,9 @@ class Windows:
     def _cut(self, rows: Sequence[Question], tokenizer) -> list[str]:
         """Returns the questions, each cut behind its last token that counts."""
         most = self.limits.max_question
-        encodings = tokenizer([row.text for row in rows], add_special_tokens=False).encodings
+        whole = [row.text for row in rows]
+        # It would warn of texts longer than the model takes, and they are cut here.
+        encodings = tokenizer(whole, add_special_tokens=False, verbose=False).encodings
         texts = []
         for row, encoding in zip(rows, encodings, strict=True):
             text = row.text

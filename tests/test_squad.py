@@ -210,6 +210,24 @@ def test_tables_of_questions_are_answered(kind, small_model, tmp_path, plain):
     assert second["error"] == "its text is empty"
 
 
+def test_squads_json_is_answered_whatever_its_answers(small_model, tmp_path, plain):
+    qas = [
+        {"id": "far", "question": "who is in?", "answers": [{"text": "dog", "answer_start": 99}]},
+        {"id": "null", "question": "who is in?", "answers": None},
+        {"id": "empty", "question": ""},
+        {"id": "half", "question": "who \ud83d?"},
+    ]
+    paragraph = {"context": "the dog is in the house", "qas": qas}
+    data = tmp_path / "new.json"
+    data.write_text(json.dumps({"data": [{"paragraphs": [paragraph]}]}))
+
+    far, null, empty, half = answers_of(small_model, data, skip_broken=True)
+
+    assert far["answer"] == null["answer"] != ""
+    assert empty["error"] == "its question is empty"
+    assert half["error"] == "its question is not UTF-8"
+
+
 def test_long_contexts_are_answered_in_several_pieces(small_model, tmp_path, plain):
     """More questions than a batch, with contexts of several windows."""
     context = " ".join(["the old dog sees a red bird near house."] * 5)
@@ -238,8 +256,9 @@ def test_long_contexts_are_answered_in_several_pieces(small_model, tmp_path, pla
         ("new.json", '{"data": [1]}', {}, "not in SQuAD's format"),
         ("new.csv", "question,context\nwho?,a", {"max_length": 99}, "takes at most 48 tokens"),
         ("new.csv", "question,context\nwho?,", {}, "its context is empty; or pass --skip-broken"),
+        ("new.csv", "", {"null_threshold": float("nan")}, "--null-threshold is nan; it must be"),
     ],
-    ids=["lines", "column", "text", "format", "long", "empty"],
+    ids=["lines", "column", "text", "format", "long", "empty", "threshold"],
 )
 def test_what_cannot_be_answered_is_refused(
     name, content, flags, reason, small_model, tmp_path, plain

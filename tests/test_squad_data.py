@@ -1,5 +1,6 @@
 """data/squad.py and data/squad_answers.py: files, windows, the search for answers, its metrics."""
 
+import gzip
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -358,12 +359,31 @@ def broken(content: dict, **changes) -> dict:
             "question 0-0 has the answer 'Anna' at -4",
         ),
         (broken(article(CONTEXTS), question=" "), "question 0-0 has ' ' as its question"),
+        (broken(article(CONTEXTS), question="\ud83d"), "question 0-0 has a question with .*half"),
+        (broken(article(CONTEXTS), answers=None), "question 0-0 has None as its answers"),
+        (broken(article(CONTEXTS), is_impossible="false"), "0-0 has 'false' as is_impossible"),
+        (
+            broken(article(CONTEXTS), answers=[{"text": "Anna", "answer_start": "17"}]),
+            "question 0-0 has the answer_start '17'; expected a whole number",
+        ),
         (broken(article(CONTEXTS), id="1-0"), "two questions with the id 1-0"),
         ({"data": [{"paragraphs": [{"qas": [{"id": 1}]}]}]}, "not in SQuAD's format.*is missing"),
         ([1], "not in SQuAD's format"),
         ({"data": []}, "has no questions"),
     ],
-    ids=["shifted", "negative", "empty", "twice", "format", "list", "none"],
+    ids=[
+        "shifted",
+        "negative",
+        "empty",
+        "half",
+        "null",
+        "text",
+        "start",
+        "twice",
+        "format",
+        "list",
+        "none",
+    ],
 )
 def test_what_is_wrong_in_a_file_is_named(content, reason, tmp_path):
     path = write(tmp_path / "own.json", content)
@@ -380,6 +400,30 @@ def test_plausible_answers_of_impossible_questions_do_not_count(tmp_path):
     assert opened.has_unanswerable
     rows = [*opened.train.rows, *opened.eval["valid"].rows]
     assert [row.answers for row in rows if row.name == "0-0"] == [()]
+
+
+def test_an_impossible_question_needs_no_answers(tmp_path):
+    content = article(CONTEXTS)
+    del broken(content, is_impossible=True)["data"][0]["paragraphs"][0]["qas"][0]["answers"]
+    (first, *_) = squad.read_file(write(tmp_path / "own.json", content))
+    assert first.answers == ()
+
+
+def test_squads_json_may_be_packed(tmp_path):
+    for name, contexts in (("train-v2.0", CONTEXTS[2:]), ("dev-v2.0", CONTEXTS[:2])):
+        packed = gzip.compress(json.dumps(article(contexts)).encode())
+        (tmp_path / f"{name}.json.gz").write_bytes(packed)
+    opened = squad.open_splits(str(tmp_path))
+    assert len(opened.train) == 36
+    assert len(opened.eval["valid"]) == 4
+    assert squad.version_of(str(tmp_path)) == "2.0"
+
+
+def test_a_table_without_lists_of_answers_is_refused(tmp_path, cache):
+    rows = {"id": ["1"], "question": ["who?"], "context": ["Anna"], "answers": [None]}
+    DatasetDict({"train": Dataset.from_dict(rows)}).save_to_disk(tmp_path / "saved")
+    with pytest.raises(InputError, match="question 1 has None as its answers; expected lists"):
+        squad.open_splits(str(tmp_path / "saved"))
 
 
 def test_data_that_is_not_there_is_refused(tmp_path):

@@ -23,6 +23,7 @@ if __name__ == "__main__" and not __package__:  # by its path: the imports below
 import contextlib
 import glob
 import json
+import math
 import os
 import stat
 import sys
@@ -85,6 +86,8 @@ def validate(config: Config) -> None:
         cli.at_least(config, 32, "image_size")
     if config.max_length:
         cli.at_least(config, 8, "max_length")
+    if config.null_threshold is not None and not math.isfinite(config.null_threshold):
+        raise InputError(f"--null-threshold is {config.null_threshold}; it must be a number")
     rising = list(config.lengths) == sorted(set(config.lengths))
     if not config.lengths or not rising or config.lengths[0] < 8:
         raise InputError(f"--lengths are {config.lengths}; they must rise and be at least 8")

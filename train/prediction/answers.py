@@ -6,7 +6,7 @@ import os
 import re
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import fsspec
@@ -121,7 +121,7 @@ def _rows(config: Any) -> Iterator[Row]:
     if MAY_BE_SQUAD.search(data) and not config.text:
         content = _parsed(data)
         if isinstance(content, dict) and "data" in content:
-            return _of_squad(squad.questions_of(content, data, need_answers=False), data)
+            return _of_squad(squad.questions_of(content, data, to_train=False), data)
     if not text_rows.is_table(data):
         raise InputError(f"{data} has no columns, and a question needs its context; {EXPECTED}")
     columns = config.text or COLUMNS
@@ -147,8 +147,12 @@ def _parsed(data: str) -> Any:
 def _of_squad(questions: Sequence[squad.Question], data: str) -> Iterator[Row]:
     """Yields the questions of a file in SQuAD's format."""
     for question in questions:
-        named = {"id": question.name, "question": question.text}
-        yield Row(question, named, f"{data}, question {question.name}")
+        where = f"{data}, question {question.name}"
+        row = text_rows.text_row([question.text, question.context], COLUMNS, where)
+        named = {"id": question.name, "question": row.texts[0]}
+        if not row.error:
+            question = replace(question, text=question.text.lstrip())
+        yield Row(question, named, where, row.error)
 
 
 def _of_table(rows: Iterable[text_rows.Row]) -> Iterator[Row]:
