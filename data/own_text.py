@@ -607,7 +607,7 @@ def json_rows(text: str, path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
             continue
         try:
             row = json.loads(content)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:  # the latter of ten thousand brackets
             raise InputError(f"{path} line {line} is not JSON: {error}") from error
         if not isinstance(row, dict):
             raise InputError(f"{path} line {line} is not a JSON object, with names of columns")

@@ -168,8 +168,13 @@ def open_evaluation(
     if holds_out and wanted in ("train", "valid"):
         trained, held = _hold_out(found.read["train"]())
         return Splits(None, {wanted: trained if wanted == "train" else held})
+    if wanted not in found.read and found.is_one:
+        raise InputError(f"{data} is one file, without a {wanted} split; leave --split {split} out")
     if wanted not in found.read:
-        raise InputError(f"{data} has no {wanted} split, only {', '.join(found.read)}")
+        raise InputError(
+            f"{data} has no {wanted} split, only {', '.join(found.read)}; "
+            f"give --split {next(iter(found.read))}"
+        )
     return Splits(None, {wanted: found.read[wanted]()})
 
 

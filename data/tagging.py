@@ -583,6 +583,8 @@ class _ColumnReader:
     def read(self, number: int, line: str) -> None:
         """Reads a line; raises InputError where it is none of a word."""
         content = line.strip(EMPTY)
+        if "\r" in content:  # all lines would be one
+            raise InputError(f"{self._path} line {number} has \\r as ends of lines; make them \\n")
         if not content or content.startswith(DOCUMENT):
             self.end_sentence()
             return
@@ -678,7 +680,7 @@ def _read_table(rows: "datasets.Dataset", name: str, columns: Columns) -> Table:
     declared = tuple(getattr(getattr(feature, "feature", None), "names", None) or ())
     if declared and columns.tag_names:
         raise InputError(
-            f"--tag-names is {','.join(columns.tag_names)}; the tags of {name} have names, "
+            f"--tag-names is {' '.join(columns.tag_names)}; the tags of {name} have names, "
             f"{','.join(declared)}: leave it out"
         )
     named = Columns(tag_names=declared or columns.tag_names)
@@ -732,7 +734,10 @@ def _checked_tags(value: Any, words: int, columns: Columns, where: str) -> list[
         raise InputError(f"{where} has {str(value)[:60]!r} as its tags; expected a list")
     if len(value) != words:
         raise InputError(f"{where} has {words} words and {len(value)} tags; expected as many")
-    return [_name_of(tag, columns.tag_names, where) for tag in value]
+    tags = [_name_of(tag, columns.tag_names, where) for tag in value]
+    for tag in tags:
+        own_text.check_unicode(tag, "tag", where)
+    return tags
 
 
 def _name_of(tag: Any, names: Sequence[str], where: str) -> str:
@@ -749,10 +754,13 @@ def _name_of(tag: Any, names: Sequence[str], where: str) -> str:
     if not names:
         raise InputError(
             f"{where} has the tag {tag}, a number without a name; give the names of all numbers, "
-            "from that of 0 on, by --tag-names, such as --tag-names O,B-PER,I-PER"
+            "from that of 0 on, by --tag-names, such as --tag-names O B-PER I-PER"
         )
     if not 0 <= tag < len(names):
-        raise InputError(f"{where} has the tag {tag}; there are names of 0 to {len(names) - 1}")
+        raise InputError(
+            f"{where} has the tag {tag}; there are names of 0 to {len(names) - 1}: "
+            f"{splits.shown(names)}"
+        )
     return names[tag]
 
 

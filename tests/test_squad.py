@@ -336,8 +336,9 @@ def test_another_threshold_is_evaluated_without_training(trained, tmp_path, plai
         ("--max-length 20 --stride 2 --max-question 8 --null-threshold nan", "must be a number"),
         ("--data rajpurkar/squad --model auto", "--checkpoint is missing: --model auto needs one"),
         ("--split dev", "--split is dev; it is for --evaluate"),
+        ("--data own.json --checkpoint new", "--checkpoint is new; from new weights no answers"),
     ],
-    ids=["stride", "threshold", "checkpoint", "split"],
+    ids=["stride", "threshold", "checkpoint", "split", "new"],
 )
 def test_values_that_are_refused(refused, flags, reason):
     refused(squad, f"tiny {flags}", reason)

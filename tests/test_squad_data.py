@@ -426,6 +426,14 @@ def test_a_table_without_lists_of_answers_is_refused(tmp_path, cache):
         squad.open_splits(str(tmp_path / "saved"))
 
 
+def test_a_split_that_is_not_there_is_refused(tmp_path):
+    path = write(tmp_path / "test.json", article(CONTEXTS))
+    with pytest.raises(InputError, match="has no valid split, only test; give --split test"):
+        squad.open_evaluation(str(tmp_path), is_own=False)
+    with pytest.raises(InputError, match="one file, without a test split; leave --split test out"):
+        squad.open_evaluation(str(path), split="test", is_own=False)
+
+
 def test_data_that_is_not_there_is_refused(tmp_path):
     with pytest.raises(InputError, match="there is no file or folder /nowhere"):
         squad.open_splits("/nowhere")

@@ -107,6 +107,7 @@ REFUSED_LINES = {
     "EU B-ORG\n\nsays VBZ\n": "own.txt line 3 has the tag 'VBZ'; expected O, or a type with B-",
     "EU\tB-ORG\nsays\t\n": "own.txt line 2 has the tag ''; expected O",
     "\tB-ORG\tO\n": "own.txt line 1 has an empty word",
+    "EU B-ORG\rsays O\r\rit O\r": r"own.txt line 1 has \\r as ends of lines",
     "\n\n": "own.txt has no sentences",
     "EU O\n": "own.txt .* has no entities: all tags are O",
     "EU B-ORG\nS\xe3o O\n": "own.txt line 2 is not UTF-8",
@@ -188,7 +189,9 @@ REFUSED_ROWS = [
     ({"tokens": ["a"], "ner_tags": "O"}, "line 1 has 'O' as its tags; expected a list"),
     ({"tokens": ["a"], "ner_tags": [None]}, "line 1 has the tag None; expected O"),
     ({"tokens": ["a"], "ner_tags": ["X"]}, "line 1, word 1 has the tag 'X'; expected O"),
+    ({"tokens": ["a"], "ner_tags": [1]}, "by --tag-names, such as --tag-names O B-PER I-PER"),
     ({"tokens": ["a\ud83d"], "ner_tags": ["O"]}, "half of a character"),
+    ({"tokens": ["a"], "ner_tags": ["B-\ud83d"]}, "has a tag with .* half of a character"),
     ({"words": ["a"], "ner_tags": ["O"]}, "columns words, ner_tags, and no tokens; .* --words"),
     ({"tokens": ["a"], "tags": ["O"]}, "columns tokens, tags, and no ner_tags; .* --tags"),
 ]

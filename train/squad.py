@@ -180,6 +180,11 @@ def validate(config: Config) -> Config:
     if config.null_threshold is not None and not math.isfinite(config.null_threshold):
         raise InputError(f"--null-threshold is {config.null_threshold}; it must be a number")
 
+    if config.checkpoint == "new":  # which train/glue.py and train/tagging.py take
+        raise InputError(
+            "--checkpoint is new; from new weights no answers are learnt from a user's texts: give "
+            "a hub id or the folder of a pretrained checkpoint, such as one of TASK=pretrain"
+        )
     if not config.checkpoint and config.data != "synthetic":
         usual = encoders.by_name(config.model).fine_tuning.checkpoint
         if not usual:
