@@ -440,7 +440,7 @@ def _read_file(path: Path, columns: Columns) -> Table:
         label = row.get(columns.label)
         for one in label if isinstance(label, list) else [label]:
             if isinstance(one, str):
-                check_unicode(one, columns.label, where)
+                sentences.check_unicode(one, columns.label, where)
         table.labels.append(label)
         table.lines.append(line)
     if not table.lines:
@@ -473,23 +473,10 @@ def _check_columns(names: Iterable[str], columns: Columns, where: str) -> None:
 def _checked_text(value: Any, column: str, where: str) -> str:
     """Returns the value of a text column; raises InputError where it has no text."""
     if isinstance(value, str) and value.strip():
-        check_unicode(value, column, where)
+        sentences.check_unicode(value, column, where)
         return value
     what = "an empty" if value is None or isinstance(value, str) else f"{value!r} as its"
     raise InputError(f"{where} has {what} {column}; expected text")
-
-
-def check_unicode(text: str, column: str, where: str) -> None:
-    """Raises InputError for half of a pair that JSON has escaped, such as \\ud83d: no tokenizer and
-    no file takes it."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        half = ascii(text[error.start])
-        raise InputError(
-            f"{where} has a {column} with {half}, which is half of a character; "
-            "correct or remove the row"
-        ) from error
 
 
 def read_text(path: Path) -> str:

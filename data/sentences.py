@@ -97,6 +97,19 @@ class Splits:
     eval: dict[str, Examples]
 
 
+def check_unicode(text: str, column: str, where: str) -> None:
+    """Raises InputError for half of a pair that JSON has escaped, such as \\ud83d: no tokenizer and
+    no file takes it."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        half = ascii(text[error.start])
+        raise InputError(
+            f"{where} has a {column} with {half}, which is half of a character; "
+            "correct or remove the row"
+        ) from error
+
+
 def call_datasets(what_failed: str, function: str, *arguments, **options) -> Any:
     """Calls a function of `datasets`; its errors become InputError, `what_failed` and one line."""
     import datasets  # takes two seconds, and text files do not need it

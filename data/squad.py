@@ -32,9 +32,8 @@ from typing import Any
 
 import numpy as np
 
-from data import own_text, splits
+from data import sentences, splits
 from data.remote import local_copy
-from data.sentences import XLNET_TYPE_PAD, call_datasets
 from errors import InputError
 
 VERSIONS = ("1.1", "2.0")
@@ -377,7 +376,7 @@ def _question(
     for kind, value in (("question", text), ("context", context)):
         if not isinstance(value, str) or not value.strip():
             raise InputError(f"{what} has {value!r} as its {kind}; expected a text")
-        own_text.check_unicode(value, kind, what)
+        sentences.check_unicode(value, kind, what)
     if len(answers) != len(starts):
         raise InputError(f"{what} has {len(answers)} answers and {len(starts)} starts of them")
     for answer, start in zip(answers, starts, strict=True):
@@ -397,7 +396,9 @@ def _question(
 
 def _find_saved(folder: Path) -> Found:
     """Opens a folder of DatasetDict.save_to_disk."""
-    saved = call_datasets(f"{folder} cannot be read by datasets", "load_from_disk", str(folder))
+    saved = sentences.call_datasets(
+        f"{folder} cannot be read by datasets", "load_from_disk", str(folder)
+    )
     names = {split: splits.named(list(saved), split, str(folder)) for split in splits.NAMES}
     left_out = [f"its split {name}" for name in saved if name not in names.values()]
     read = {}
@@ -411,7 +412,7 @@ def _find_saved(folder: Path) -> Found:
 
 def _read_tables(data: str, paths: Sequence[Path], left_out: Sequence[str]) -> Questions:
     """Reads parquet or arrow files of the hub."""
-    table = call_datasets(
+    table = sentences.call_datasets(
         f"{data} cannot be read by datasets",
         "load_dataset",
         paths[0].suffix[1:],
@@ -430,7 +431,7 @@ def _find_hub(data: str) -> Found:
 
     def read(split: str) -> Questions:
         what = f"{data} is neither here nor a data set of the hub with the split {split}"
-        table = call_datasets(what, "load_dataset", data, split=split)
+        table = sentences.call_datasets(what, "load_dataset", data, split=split)
         return _of_table(table, f"its split {split}")
 
     return Found({"train": partial(read, "train"), "valid": partial(read, "validation")})
@@ -514,7 +515,7 @@ class Windows:
         # transformers 5 (5.23.0) forgets XLNet's token types, see sentences.Encoded.
         is_xlnet = type(tokenizer).__name__.startswith("XLNet")
         self._has_types = is_xlnet or "token_type_ids" in tokenizer.model_input_names
-        self._type_pad = XLNET_TYPE_PAD if is_xlnet else tokenizer.pad_token_type_id
+        self._type_pad = sentences.XLNET_TYPE_PAD if is_xlnet else tokenizer.pad_token_type_id
         self.cut = 0
 
         made = _Made()

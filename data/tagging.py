@@ -722,7 +722,7 @@ def checked_words(value: Any, where: str) -> list[str]:
     """Returns the words of a row; raises InputError where they are no list of texts."""
     if isinstance(value, list) and all(isinstance(word, str) for word in value):
         for word in value:
-            own_text.check_unicode(word, "word", where)
+            sentences.check_unicode(word, "word", where)
         return value
     raise InputError(f"{where} has {str(value)[:60]!r} as its words; expected a list of texts")
 
@@ -736,7 +736,7 @@ def _checked_tags(value: Any, words: int, columns: Columns, where: str) -> list[
         raise InputError(f"{where} has {words} words and {len(value)} tags; expected as many")
     tags = [_name_of(tag, columns.tag_names, where) for tag in value]
     for tag in tags:
-        own_text.check_unicode(tag, "tag", where)
+        sentences.check_unicode(tag, "tag", where)
     return tags
 
 

@@ -252,20 +252,21 @@ def test_long_contexts_are_answered_in_several_pieces(small_model, tmp_path, pla
     [
         ("new.txt", "who?", {}, "new.txt has no columns, and a question needs its context"),
         ("new.csv", "question\nwho?", {}, "has no column context"),
+        ("unread.csv", "", {"data": "-"}, "the standard input has no columns"),
         ("new.jsonl", "{}", {"text": ("question",)}, "--text is question; give two columns"),
         ("new.json", '{"data": [1]}', {}, "not in SQuAD's format"),
         ("new.csv", "question,context\nwho?,a", {"max_length": 99}, "takes at most 48 tokens"),
         ("new.csv", "question,context\nwho?,", {}, "its context is empty; or pass --skip-broken"),
         ("new.csv", "", {"null_threshold": float("nan")}, "--null-threshold is nan; it must be"),
     ],
-    ids=["lines", "column", "text", "format", "long", "empty", "threshold"],
+    ids=["lines", "column", "input", "text", "format", "long", "empty", "threshold"],
 )
 def test_what_cannot_be_answered_is_refused(
     name, content, flags, reason, small_model, tmp_path, plain
 ):
     data = tmp_path / name
     data.write_text(content)
-    _, error = answers_before(small_model, data, **flags)
+    _, error = answers_before(small_model, **{"data": data} | flags)
     assert reason in error
 
 

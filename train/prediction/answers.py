@@ -123,7 +123,8 @@ def _rows(config: Any) -> Iterator[Row]:
         if isinstance(content, dict) and "data" in content:
             return _of_squad(squad.questions_of(content, data, to_train=False), data)
     if not text_rows.is_table(data):
-        raise InputError(f"{data} has no columns, and a question needs its context; {EXPECTED}")
+        shown = "the standard input" if data == text_rows.STANDARD_INPUT else data
+        raise InputError(f"{shown} has no columns, and a question needs its context; {EXPECTED}")
     columns = config.text or COLUMNS
     return _of_table(text_rows.rows(data, columns))
 
