@@ -116,22 +116,32 @@ class MultiHot:
                 partial = self.folder.with_suffix(".partial")
                 shutil.rmtree(partial, ignore_errors=True)  # of a process that was killed
                 partial.mkdir()
-                self._write_tables(partial)
+                try:
+                    self._write_tables(partial)
+                except BaseException:  # a full disk gets its room back
+                    shutil.rmtree(partial, ignore_errors=True)
+                    raise
                 os.rename(partial, self.folder)
                 lock_path.unlink()  # a process that waits for it finds the folder
-        except OSError as error:
+        except (OSError, InputError) as error:
+            cause = error.__cause__ or error  # of a full disk; the InputError names one table only
+            why = getattr(cause, "strerror", None) or cause
             raise InputError(
-                f"{self.folder} cannot be written: {error.strerror or error}; MLPerf's multi-hot "
+                f"{self.folder} cannot be written: {why}; MLPerf's multi-hot "
                 f"tables lie beside the data, {self._bytes() / 1e9:.1f} GB: "
                 "make room or access there"
             ) from error
 
     def _write_tables(self, folder: Path) -> None:
-        """Writes the tables into a folder."""
+        """Writes the tables into a folder; all have their room on the disk before one is drawn."""
         print(
             f"writing MLPerf's multi-hot tables, {self._bytes() / 1e9:.1f} GB, to {self.folder}",
             flush=True,
         )
+        for feature, (rows, lookups) in enumerate(zip(self.rows, self.lookups, strict=True)):
+            if lookups > 1:
+                create_array(_path(folder, feature), np.int32, (rows, lookups - 1))
+
         # The legacy generator, whose sequence NumPy never changes. The reference draws int64; the
         # numbers are the same, 32 bits are drawn for both.
         random = np.random.RandomState(SEED)
@@ -140,7 +150,6 @@ class MultiHot:
             if not columns:
                 continue
             path = _path(folder, feature)
-            create_array(path, np.int32, (rows, columns))
             rows_at_once = max(DRAWN // columns, 1)
             for first in range(0, rows, rows_at_once):
                 count = min(rows_at_once, rows - first)
