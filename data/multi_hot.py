@@ -20,6 +20,7 @@ import shutil
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TextIO
 
 import numpy as np
 
@@ -110,7 +111,7 @@ class MultiHot:
         lock_path = self.folder.with_suffix(".lock")
         try:
             with open(lock_path, "w") as lock:
-                fcntl.flock(lock, fcntl.LOCK_EX)
+                self._take(lock)
                 if self.folder.is_dir():
                     return
                 partial = self.folder.with_suffix(".partial")
@@ -131,6 +132,14 @@ class MultiHot:
                 f"tables lie beside the data, {self._bytes() / 1e9:.1f} GB: "
                 "make room or access there"
             ) from error
+
+    def _take(self, lock: TextIO) -> None:
+        """Takes the lock, and says so where another process has it: that may take minutes."""
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            print(f"waiting for the process that writes {self.folder}", flush=True)
+            fcntl.flock(lock, fcntl.LOCK_EX)
 
     def _write_tables(self, folder: Path) -> None:
         """Writes the tables into a folder; all have their room on the disk before one is drawn."""

@@ -5,6 +5,7 @@ which, and how it was run. torchrec, which the reference prepares Criteo's text 
 """
 
 import errno
+import fcntl
 import hashlib
 import json
 import os
@@ -148,6 +149,27 @@ def test_tables_of_a_killed_process_are_written_anew(tmp_path):
 
     assert (again.bags(ids) == expected).all()
     assert not torn.exists()
+
+
+def test_a_process_that_waits_for_the_tables_says_so(tmp_path, monkeypatch, capsys):
+    made = MultiHot(tmp_path, [SMALL] * 26)
+    elsewhere = made.folder.rename(tmp_path / "elsewhere")
+    holder = open(made.folder.with_suffix(".lock"), "w")
+    fcntl.flock(holder, fcntl.LOCK_EX)
+    flock = fcntl.flock
+
+    def finish_and_lock(lock, how: int) -> None:
+        if not how & fcntl.LOCK_NB:  # it would wait: the other process ends
+            elsewhere.rename(made.folder)
+            holder.close()
+        flock(lock, how)
+
+    monkeypatch.setattr(fcntl, "flock", finish_and_lock)
+    capsys.readouterr()
+
+    MultiHot(tmp_path, [SMALL] * 26)
+
+    assert capsys.readouterr().out == f"waiting for the process that writes {made.folder}\n"
 
 
 # ---- the text's ids ----------------------------------------------------------------------------
