@@ -43,6 +43,7 @@ FILES = (
     "*.npy",
     "*.npz",
     "!*vocabulary_*",
+    "!*.partial/*",  # tables of data/multi_hot.py whose writing was killed
     "*columns/*",
     *FINISHED,
     *movielens.FILES,

@@ -20,6 +20,7 @@ import shutil
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TextIO
 
 import numpy as np
 
@@ -110,28 +111,46 @@ class MultiHot:
         lock_path = self.folder.with_suffix(".lock")
         try:
             with open(lock_path, "w") as lock:
-                fcntl.flock(lock, fcntl.LOCK_EX)
+                self._take(lock)
                 if self.folder.is_dir():
                     return
                 partial = self.folder.with_suffix(".partial")
                 shutil.rmtree(partial, ignore_errors=True)  # of a process that was killed
                 partial.mkdir()
-                self._write_tables(partial)
+                try:
+                    self._write_tables(partial)
+                except BaseException:  # a full disk gets its room back
+                    shutil.rmtree(partial, ignore_errors=True)
+                    raise
                 os.rename(partial, self.folder)
                 lock_path.unlink()  # a process that waits for it finds the folder
-        except OSError as error:
+        except (OSError, InputError) as error:
+            cause = error.__cause__ or error  # of a full disk; the InputError names one table only
+            why = getattr(cause, "strerror", None) or cause
             raise InputError(
-                f"{self.folder} cannot be written: {error.strerror or error}; MLPerf's multi-hot "
+                f"{self.folder} cannot be written: {why}; MLPerf's multi-hot "
                 f"tables lie beside the data, {self._bytes() / 1e9:.1f} GB: "
                 "make room or access there"
             ) from error
 
+    def _take(self, lock: TextIO) -> None:
+        """Takes the lock, and says so where another process has it: that may take minutes."""
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            print(f"waiting for the process that writes {self.folder}", flush=True)
+            fcntl.flock(lock, fcntl.LOCK_EX)
+
     def _write_tables(self, folder: Path) -> None:
-        """Writes the tables into a folder."""
+        """Writes the tables into a folder; all have their room on the disk before one is drawn."""
         print(
             f"writing MLPerf's multi-hot tables, {self._bytes() / 1e9:.1f} GB, to {self.folder}",
             flush=True,
         )
+        for feature, (rows, lookups) in enumerate(zip(self.rows, self.lookups, strict=True)):
+            if lookups > 1:
+                create_array(_path(folder, feature), np.int32, (rows, lookups - 1))
+
         # The legacy generator, whose sequence NumPy never changes. The reference draws int64; the
         # numbers are the same, 32 bits are drawn for both.
         random = np.random.RandomState(SEED)
@@ -140,7 +159,6 @@ class MultiHot:
             if not columns:
                 continue
             path = _path(folder, feature)
-            create_array(path, np.int32, (rows, columns))
             rows_at_once = max(DRAWN // columns, 1)
             for first in range(0, rows, rows_at_once):
                 count = min(rows_at_once, rows - first)

@@ -250,9 +250,10 @@ class Folder:
 
     def __init__(self):
         self.content = None
+        self.metrics = b""  # metrics.jsonl
 
     def read(self, name: str) -> bytes | None:
-        return self.content
+        return self.metrics if name == "metrics.jsonl" else self.content
 
     def write(self, name: str, content: bytes) -> None:
         self.content = content
@@ -343,6 +344,42 @@ def test_an_evaluation_that_was_killed_begins_anew():
         again.resume()
 
     assert folder.keys() == [*EVALUATED, "block_start"]
+
+
+def logged_until_10() -> Folder:
+    """Returns a folder with a log up to the evaluation of step 10, which metrics.jsonl has, too."""
+    folder = Folder()
+    with mlperf.Log(run_of(folder), 0, "") as log:
+        evaluate(log, 10, 0.1)
+    folder.metrics = b'{"step": 5, "loss": 1.0}\n{"step": 10, "eval/top1": 0.1}\n'
+    return folder
+
+
+def test_an_evaluation_that_only_metrics_have_is_added():
+    folder = logged_until_10()
+    folder.metrics += b'{"step": 20, "eval/top1": 0.8}\n{"step": 30, "ev'
+
+    with mlperf.Log(run_of(folder, start=20), 0, ""):
+        pass
+
+    assert folder.keys() == [*EVALUATED, *EVALUATED, "run_stop"]
+    assert b'"status": "success"' in folder.content
+
+
+def test_a_log_with_a_gap_is_not_continued():
+    folder = logged_until_10()
+    folder.metrics += b'{"step": 12, "eval/top1": 0.8}\n'
+
+    with pytest.raises(InputError, match="lacks the evaluation of step 12, .*without the flag"):
+        mlperf.Log(run_of(folder, start=15), 0, "").__enter__()
+
+
+def test_a_damaged_log_is_named():
+    folder = logged_until_10()
+    folder.content = folder.content[:-20]
+
+    with pytest.raises(InputError, match="runs/x/mlperf.log is damaged .* another --name"):
+        mlperf.Log(run_of(folder, start=10), 0, "").__enter__()
 
 
 def test_a_run_that_is_no_benchmark_is_refused(runs, monkeypatch, capsys):

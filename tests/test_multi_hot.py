@@ -4,12 +4,16 @@ multi_hot_reference.json has what the reference's own script wrote for small day
 which, and how it was run. torchrec, which the reference prepares Criteo's text with, runs here.
 """
 
+import errno
+import fcntl
 import hashlib
 import json
+import os
 import pickle
 import re
 from pathlib import Path
 
+import fsspec
 import numpy as np
 import pytest
 from criteo_text import everything, random_rows, write
@@ -147,6 +151,27 @@ def test_tables_of_a_killed_process_are_written_anew(tmp_path):
     assert not torn.exists()
 
 
+def test_a_process_that_waits_for_the_tables_says_so(tmp_path, monkeypatch, capsys):
+    made = MultiHot(tmp_path, [SMALL] * 26)
+    elsewhere = made.folder.rename(tmp_path / "elsewhere")
+    holder = open(made.folder.with_suffix(".lock"), "w")
+    fcntl.flock(holder, fcntl.LOCK_EX)
+    flock = fcntl.flock
+
+    def finish_and_lock(lock, how: int) -> None:
+        if not how & fcntl.LOCK_NB:  # it would wait: the other process ends
+            elsewhere.rename(made.folder)
+            holder.close()
+        flock(lock, how)
+
+    monkeypatch.setattr(fcntl, "flock", finish_and_lock)
+    capsys.readouterr()
+
+    MultiHot(tmp_path, [SMALL] * 26)
+
+    assert capsys.readouterr().out == f"waiting for the process that writes {made.folder}\n"
+
+
 # ---- the text's ids ----------------------------------------------------------------------------
 def write_days(folder: Path) -> None:
     """Writes the text of three days; the least integer of each is -1.
@@ -233,3 +258,30 @@ def test_a_folder_without_room_is_named(tmp_path):
     (tmp_path / "file").write_bytes(b"")
     with pytest.raises(InputError, match="multi-hot tables lie beside the data, 0.0 GB"):
         MultiHot(tmp_path / "file", [SMALL] * 26)
+
+
+def test_a_full_disk_gets_its_room_back_before_any_draw(tmp_path, monkeypatch):
+    def allocate(_descriptor: int, _start: int, size: int) -> None:
+        if size == 4 * SMALL * 99:  # C21's, of the last ones
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", allocate)
+    monkeypatch.setattr(np.random, "RandomState", lambda _seed: pytest.fail("it has drawn"))
+
+    with pytest.raises(InputError, match="multi_hot_.* No space left .* tables lie .*, 0.0 GB"):
+        MultiHot(tmp_path, [SMALL] * 26)
+
+    assert [path.suffix for path in tmp_path.iterdir()] == [".lock"]
+
+
+def test_torn_tables_in_a_bucket_are_not_copied(days, tmp_path, monkeypatch):
+    monkeypatch.setenv("DATA_CACHE_DIR", str(tmp_path / "cache"))
+    torn = days / "multi_hot_0.partial"
+    torn.mkdir()
+    (torn / "C1.npy").write_bytes(b"torn")
+    store = fsspec.filesystem("memory")
+    store.put(f"{days}/", "/torn/", recursive=True)
+
+    log = cr.open_clicks("memory://torn", "train", rows=SMALL, multi_hot=True)
+
+    assert not (log.folder / torn.name).exists()

@@ -25,6 +25,7 @@ from typing import Any, Literal
 from errors import InputError
 from train.common.hooks import Watcher
 from train.common.metrics import EVALUATION, finite
+from train.common.metrics import FILE as METRICS
 
 FILE = "mlperf.log"
 RULES = "4.0.0"  # the last rule set that has resnet, bert and dlrm_dcnv2
@@ -56,7 +57,8 @@ class Log(Watcher):
         org: who trains.
 
     Raises:
-        InputError: the run is no benchmark; or it is resumed, and was started without a log.
+        InputError: the run is no benchmark; or it is resumed, and has no whole log of the steps
+            before.
     """
 
     def __init__(self, run: Any, began: int, org: str):
@@ -108,12 +110,7 @@ class Log(Watcher):
         name = f"{EVALUATION}{self._benchmark.metric}"
         if name not in values or self._stopped:
             return
-        value = finite(values)[name]
-        self._say("eval_accuracy", POINT, value, **self._place())
-        self._say("eval_stop", END, **self._place())
-        self._in_evaluation = False
-        if value is not None and value >= self._benchmark.target:
-            self._stop("success")
+        self._end_evaluation(finite(values)[name])
         self._write()
 
     def resume(self) -> None:
@@ -153,17 +150,63 @@ class Log(Watcher):
 
     def _resume(self, content: bytes) -> None:
         """Takes the lines of an earlier start that are not of steps which this one repeats."""
-        for line in content.decode().splitlines():
-            record = json.loads(line.removeprefix(TOKEN))
-            if record["metadata"].get("step_num", 0) <= self._run.start:
-                self._lines.append(record)
-        keys = [record["key"] for record in self._lines]
+        try:
+            for line in content.decode().splitlines():
+                record = json.loads(line.removeprefix(TOKEN))
+                if record["metadata"].get("step_num", 0) <= self._run.start:
+                    self._lines.append(record)
+            keys = [record["key"] for record in self._lines]
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise InputError(
+                f"{self._run.path}/{FILE} is damaged ({error}); leave --log out, or give another "
+                "--name"
+            ) from error
+
         if keys.count("eval_start") > keys.count("eval_stop"):  # killed in an evaluation
             while self._lines.pop()["key"] != "eval_start":
                 pass
         keys = [record["key"] for record in self._lines]
         self._in_block = keys.count("block_start") > keys.count("block_stop")
         self._stopped = "run_stop" in keys
+        if not self._stopped:
+            self._add_missing()
+
+    def _add_missing(self) -> None:
+        """Adds the evaluation of the step that the run is resumed after, where metrics.jsonl has it
+        and the log does not: the process was killed in between.
+
+        Raises:
+            InputError: evaluations before it are missing.
+        """
+        missing = self._recorded()
+        for record in self._lines:
+            if record["key"] == "eval_accuracy":
+                missing.pop(record["metadata"]["step_num"], None)
+
+        step = self._run.start
+        earlier = [number for number in missing if number < step]
+        if earlier:
+            raise InputError(
+                f"--log mlperf: {self._run.path}/{FILE} lacks the evaluation of step {earlier[0]}, "
+                "which a start without the flag has made; leave it out, or give another --name"
+            )
+        if step in missing:
+            self._stop_block()
+            self._say("eval_start", START, **self._place())
+            self._end_evaluation(missing[step])
+
+    def _recorded(self) -> dict[int, float | None]:
+        """Returns the metric of each evaluation in metrics.jsonl up to the step that the run is
+        resumed after, by their steps."""
+        recorded = {}
+        name = f"{EVALUATION}{self._benchmark.metric}"
+        for line in (self._run.folder.read(METRICS) or b"").splitlines(keepends=True):
+            if not line.endswith(b"\n"):  # torn by a kill
+                break
+            record = json.loads(line)
+            if name in record and record["step"] <= self._run.start:
+                recorded[record["step"]] = record[name]
+        return recorded
 
     def _start_block(self) -> None:
         if not self._in_block and not self._stopped:
@@ -174,6 +217,14 @@ class Log(Watcher):
         if self._in_block:
             self._say("block_stop", END, **self._place())
             self._in_block = False
+
+    def _end_evaluation(self, value: float | None) -> None:
+        """Adds an evaluation's metric and its end; and the end of the log at the target."""
+        self._say("eval_accuracy", POINT, value, **self._place())
+        self._say("eval_stop", END, **self._place())
+        self._in_evaluation = False
+        if value is not None and value >= self._benchmark.target:
+            self._stop("success")
 
     def _stop(self, status: str) -> None:
         self._say("run_stop", END, status=status, **self._place())
