@@ -126,5 +126,5 @@ ENCODER = Encoder(
             clip=1.0,
         ),
     },
-    packed_layers="encoder",
+    berts_layers="encoder",
 )
