@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import AutoModelForSequenceClassification, PreTrainedConfig, PreTrainedModel
 
 from errors import InputError
-from models import architectures, encoder_files, encoders, heads
+from models import architectures, encoder_files, encoders, heads, last_layer
 from models.encoder_files import Loaded, Source
 
 # Models whose head has the same name as a classifier's, but was trained for another task.
@@ -285,6 +285,7 @@ def compute_logits(model: PreTrainedModel, batch: dict[str, Tensor]) -> Tensor:
     encoder = encoders.by_config(model.config)
     if encoder is not None:
         inputs |= encoder.classifier_inputs
+    inputs |= last_layer.of_classifier(model)
     return model(**inputs).logits
 
 

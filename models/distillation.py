@@ -10,11 +10,8 @@ from torch import Tensor
 from transformers import AutoModelForMaskedLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from errors import InputError
-from models import architectures, encoder_files, layers, objectives
+from models import architectures, encoder_files, layers, masked_words, objectives
 from models.encoders import bert  # noqa: F401 (the teacher's record, for a copy)
-from models.masked_words import forward
-
-__all__ = ["begin_with_layers", "forward", "losses", "open_teacher"]
 
 # Weights of the three losses, and the temperature of the first, from the authors'
 # distillation/README.md.
@@ -43,6 +40,11 @@ OUTSIDE = {  # module outside of the layers of BERT -> of DistilBERT
 }
 
 
+def forward(model: PreTrainedModel, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Computes what `objectives.forward` returns, "hidden" of all tokens included."""
+    return masked_words.forward(model, batch, all_hidden=True)
+
+
 def losses(
     result: dict[str, Tensor],
     words: Tensor,
@@ -64,7 +66,7 @@ def losses(
         micro_batches: see `objectives.losses`.
     """
     with torch.no_grad():
-        taught = objectives.forward(teacher, batch)
+        taught = forward(teacher, batch)
 
     probabilities = F.softmax(taught["logits"].float() / TEMPERATURE, -1)
     divergence = layers.divergence(result["logits"] / TEMPERATURE, probabilities)

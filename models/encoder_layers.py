@@ -19,7 +19,7 @@ from transformers.masking_utils import bidirectional_mask_function, sdpa_mask
 from transformers.models.deberta.modeling_deberta import DisentangledSelfAttention
 from transformers.utils import ModelOutput
 
-from models import architectures, encoders, layers
+from models import architectures, encoders, last_layer, layers
 
 ATTENTION = "einsum"  # its name among transformers' attention implementations
 
@@ -150,9 +150,9 @@ class FewRows(nn.Embedding):
         return torch.where((ids == 0)[..., None], self.weight[0], self.weight[-1])
 
 
-# The encoders without a record that may have `ShortRows`, in BERT's layers. Others give their
-# layers more than a mask: languages, rotated positions.
-PACKED = ("camembert", "electra", "xlm-roberta")
+# The encoders without a record that have BERT's layers, in `encoder`, and may have `ShortRows`.
+# Others give their layers more than a mask: languages, rotated positions.
+WITH_BERTS_LAYERS = ("camembert", "electra", "xlm-roberta")
 
 
 class ShortRows:
@@ -162,19 +162,31 @@ class ShortRows:
     BERT-base on GLUE, 256 rows of 64 tokens: 178.9 -> 115.7 million cycles. On a CPU it is slower.
     """
 
-    def forward(self, hidden_states: Tensor, attention_mask: Tensor, **options) -> ModelOutput:
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor,
+        used_tokens: last_layer.Used | None = None,
+        **options,
+    ) -> ModelOutput:
         """Returns what the layers return for hidden_states [B, T, C] and a mask as `additive_mask`
-        returns it."""
-        shape = hidden_states.shape
-        together = layers.rows_together(*shape[:2], self.packing_parts)
+        returns it.
+
+        Args:
+            used_tokens: see models/last_layer.py.
+        """
+        rows, tokens, width = hidden_states.shape
+        together = layers.rows_together(rows, tokens, self.packing_parts)
         if together > 1:
-            row = torch.arange(together, device=hidden_states.device).repeat_interleave(shape[1])
+            row = torch.arange(together, device=hidden_states.device).repeat_interleave(tokens)
             # Twice MASKED, so that a row without any key stays alone, too.
             others = torch.where(row == row[:, None], 0.0, 2 * layers.MASKED)
             attention_mask = attention_mask.reshape(-1, 1, 1, len(row)) + others
-            hidden_states = hidden_states.reshape(-1, len(row), shape[2])
-        found = super().forward(hidden_states, attention_mask, **options)
-        found.last_hidden_state = found.last_hidden_state.view(shape)
+            hidden_states = hidden_states.reshape(-1, len(row), width)
+            if used_tokens is not None:
+                used_tokens = last_layer.of_packed(used_tokens, together, tokens)
+        found = super().forward(hidden_states, attention_mask, used_tokens=used_tokens, **options)
+        found.last_hidden_state = found.last_hidden_state.reshape(rows, -1, width)
         return found
 
 
@@ -206,12 +218,13 @@ def fast_layers(model: PreTrainedModel, packing_parts: int = 0) -> PreTrainedMod
 
     Attention is replaced in encoders that go through transformers' AttentionInterface (BERT,
     RoBERTa, DistilBERT, ELECTRA, ModernBERT, …), and where a record has layers of its own (XLNet).
-    Any other encoder keeps its attention, with a mask that needs no reading.
+    Any other encoder keeps its attention, with a mask that needs no reading. With BERT's layers,
+    the last one can be computed for some tokens only (models/last_layer.py).
 
     Args:
         packing_parts: a batch is divided into so many equal parts, and each packs its own rows,
-            where the encoder may have `ShortRows`; a multiple of the devices that share the batch.
-            0: rows are not packed.
+            where the encoder has BERT's layers (`ShortRows`); a multiple of the devices that share
+            the batch. 0: rows are not packed.
 
     Returns:
         The same model.
@@ -231,8 +244,11 @@ def fast_layers(model: PreTrainedModel, packing_parts: int = 0) -> PreTrainedMod
         model.set_attn_implementation(ATTENTION)
     elif not own_layers:
         architectures.use_own_attention(model)
-    if packing_parts:
-        _pack_short_rows(model, packing_parts)
+    stack = _stack_of_berts_layers(model)
+    if stack:
+        last_layer.enable(model, stack)
+        if packing_parts:
+            _pack_short_rows(getattr(model.base_model, stack), packing_parts)
     return model
 
 
@@ -252,19 +268,16 @@ def _as_class(module: nn.Module, layer_class: type[nn.Module]) -> nn.Module:
     return layer
 
 
-def _pack_short_rows(model: PreTrainedModel, packing_parts: int) -> None:
-    """Lets the layers of a model pack short rows, if it is of an encoder that may."""
-    kind = model.config.model_type
+def _stack_of_berts_layers(model: PreTrainedModel) -> str:
+    """Returns the module of the base model that has BERT's layers; "" where they are others."""
     encoder = encoders.by_config(model.config)
-    name = ""
     if encoder is not None:
-        name = encoder.packed_layers
-    elif kind in PACKED:
-        name = "encoder"
-    if not name:
-        return
+        return encoder.berts_layers
+    return "encoder" if model.config.model_type in WITH_BERTS_LAYERS else ""
 
-    stack = getattr(model.base_model, name)
+
+def _pack_short_rows(stack: nn.Module, packing_parts: int) -> None:
+    """Lets the layers of an encoder pack short rows."""
     if not isinstance(stack, ShortRows):
         stack.__class__ = type("ShortRows", (ShortRows, type(stack)), {})
     stack.packing_parts = packing_parts

@@ -86,8 +86,8 @@ def forward(model: PreTrainedModel, batch: dict[str, Tensor]) -> dict[str, Tenso
     """Computes what an objective's losses need from a batch.
 
     Returns:
-        "logits" [B, P, vocabulary] of the predicted tokens only; "hidden" [B, T, H], except for
-        XLNet; "related" [B, 2], the logits of the next sentence, where the batch asks for them.
+        "logits" [B, P, vocabulary] of the predicted tokens only; "hidden" [B, T, H], of DistilBERT
+        alone; "related" [B, 2], the logits of the next sentence, where the batch asks for them.
     """
     return _of_model(model).forward(model, batch)
 

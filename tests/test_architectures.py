@@ -512,7 +512,7 @@ def test_a_product_takes_any_number_of_dimensions(shape):
 
 def test_a_norm_over_several_dimensions_stays():
     model = nn.Sequential(nn.LayerNorm((4, 6)), nn.LayerNorm(6))
-    model.config = SimpleNamespace(model_type="bert")
+    model.config = SimpleNamespace(model_type="of no record")
     model._supports_attention_backend = False
 
     encoder_layers.fast_layers(model)

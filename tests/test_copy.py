@@ -542,7 +542,7 @@ ENCODER = Encoder(
         clip=1.0,
     ),
     token_types=True,
-    packed_layers="encoder",
+    berts_layers="encoder",
 )
 '''
 

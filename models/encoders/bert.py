@@ -121,5 +121,5 @@ ENCODER = Encoder(
         )
     },
     token_types=True,
-    packed_layers="encoder",
+    berts_layers="encoder",
 )

@@ -93,5 +93,5 @@ ENCODER = Encoder(
         clip=5.0,
     ),
     teacher="bert",
-    packed_layers="transformer",
+    berts_layers="transformer",
 )

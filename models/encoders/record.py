@@ -182,8 +182,10 @@ class Encoder:
         token_types: whether pretraining gives it the types of tokens. In fine-tuning this decides
             only where the configuration has no type_vocab_size.
         classifier_inputs: what a classifier takes besides tokens, mask and types.
-        packed_layers: the module of the base model whose layers may see several short rows in one,
-            see `ShortRows` in models/encoder_layers.py; "": none.
+        berts_layers: the module of the base model that has BERT's layers, or DistilBERT's; "": the
+            encoder has others. They may see several short rows in one (`ShortRows` in
+            models/encoder_layers.py), and compute the last layer for used tokens only
+            (models/last_layer.py).
         own_layers: maps, for a configuration, layer classes to their replacements, besides those of
             every encoder; raises InputError for a configuration that these cannot compute.
         read_folder: reads a checkpoint that transformers cannot; returns its configuration, its
@@ -207,7 +209,7 @@ class Encoder:
     vmem_kib: int = 0
     token_types: bool = False
     classifier_inputs: Mapping[str, object] = field(default_factory=dict)
-    packed_layers: str = ""
+    berts_layers: str = ""
     own_layers: Callable[[PreTrainedConfig], LayerClasses] | None = None
     read_folder: Callable | None = None
     write_folder: Callable | None = None

@@ -137,5 +137,5 @@ ENCODER = Encoder(
             clip=1.0,
         ),
     },
-    packed_layers="encoder",
+    berts_layers="encoder",
 )
