@@ -663,8 +663,10 @@ def _find_answer(row: Question, offsets: np.ndarray, cls: int) -> tuple[int, int
     """
     if not row.answers:
         return cls, cls
-    start = row.starts[0]
-    end = start + len(row.answers[0])
+    # No token has the blanks around an answer: with them it would begin at the token before.
+    answer = row.answers[0]
+    start = row.starts[0] + len(answer) - len(answer.lstrip())
+    end = start + len(answer.strip())
     tokens = np.flatnonzero(offsets[:, 0] >= 0)
     if not len(tokens) or offsets[tokens[0], 0] > start or offsets[tokens[-1], 1] < end:
         return cls, cls

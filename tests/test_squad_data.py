@@ -186,6 +186,19 @@ def test_windows_cover_the_context_and_share_the_stride(kind, tokenizers):
     assert seen == whole
 
 
+@pytest.mark.parametrize("answer", [" Otto", "seven ", " says that "])
+def test_blanks_around_an_answer_are_not_of_its_tokens(answer, tokenizers):
+    context = " Otto says that Anna is seven "
+    row = squad.Question("1", "who?", context, (answer,), (context.index(answer),))
+    windows = squad.Windows(
+        squad.Questions([row]), tokenizers("bert"), squad.Limits(60, 4, 8), keep_offsets=True
+    )
+    offsets = windows.offsets(0)
+    first = offsets[windows.starts[0], 0]
+    last = offsets[windows.ends[0], 1]
+    assert context[first:last] == answer.strip()
+
+
 def test_a_question_is_cut_and_the_context_is_not(tokenizers):
     questions = [
         squad.Question("a", "which animal is there? " * 5, "the old dog is here."),
