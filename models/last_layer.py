@@ -206,7 +206,9 @@ def _mix_in(mixin: type, module: nn.Module) -> None:
 
 
 def is_enabled(model: PreTrainedModel) -> bool:
-    """Returns whether a model's forward pass takes `used_tokens`."""
+    """Returns whether a model's forward pass is to be given `used_tokens`."""
+    if not layers.FORMS.used_tokens:
+        return False
     return any(isinstance(module, Stack) for module in model.base_model.children())
 
 

@@ -25,18 +25,20 @@ class Forms:
     """How this process writes its layers, where two forms compute the same numbers."""
 
     clamp_weights: bool = True  # clamps attention's weights before their cast, without dropout
+    used_tokens: bool = True  # computes the last layer for used tokens only: last_layer.py
 
 
 FORMS = Forms()
 
 
-def use_forms(clamp_weights: bool) -> None:
+def use_forms(clamp_weights: bool, used_tokens: bool = True) -> None:
     """Sets the forms of `Forms` for all that this process computes or traces from now on.
 
     There is one choice per process, as with compiler flags: the forms are part of no model and of
     no checkpoint.
     """
     FORMS.clamp_weights = clamp_weights
+    FORMS.used_tokens = used_tokens
 
 
 def rows_together(rows: int, tokens: int, packing_parts: int) -> int:

@@ -23,6 +23,12 @@ CONFIGURATIONS = {
 every_kind = pytest.mark.parametrize("kind", CONFIGURATIONS)
 
 
+@pytest.fixture(autouse=True)
+def fast_forms(monkeypatch) -> None:
+    """Another test of this process may have asked for the safe ones."""
+    monkeypatch.setattr(layers.FORMS, "used_tokens", True)
+
+
 def new(kind: str, auto_class: type, **settings) -> PreTrainedModel:
     """Returns transformers' own model of three layers, without dropout."""
     numbers = {"num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 64}
@@ -133,6 +139,17 @@ def test_other_layers_compute_all_tokens(settings):
 
     assert not last_layer.is_enabled(model)
     assert last_layer.of_classifier(model) == {}
+
+
+def test_safe_forms_compute_all_tokens(monkeypatch):
+    """The TPU's compiler dies of the others with --remat and its own stack."""
+    model = fast(new("bert", transformers.AutoModelForSequenceClassification))
+    shapes = of_last_layer(model)
+    monkeypatch.setattr(layers.FORMS, "used_tokens", False)
+
+    classification.compute_logits(model, rows())
+
+    assert shapes == [(ROWS, TOKENS, WIDTH)]
 
 
 def test_a_head_of_all_tokens_gets_all():

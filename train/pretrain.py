@@ -266,9 +266,11 @@ def build(config: Config, data: Data, mesh: Mesh) -> State:
 
 def on_device(model: nn.Module, mesh: Mesh) -> nn.Module:
     """Moves a model to the device, with the layers that train and evaluate there."""
-    # Chooses, for the whole process, how the layers compute attention. Clamped weights compile to
-    # faster programs, but some versions of the TPU's compiler crash on them (docs/tpu.md).
-    layers.use_forms(clamp_weights=not mesh.safe_forms)
+    # Chooses, for the whole process, how the layers compute attention, and the last layer for the
+    # tokens that are used only. Both compile to faster programs, but some versions of the TPU's
+    # compiler crash on them (docs/tpu.md).
+    fast_forms = not mesh.safe_forms
+    layers.use_forms(clamp_weights=fast_forms, used_tokens=fast_forms)
     model = encoder_layers.fast_layers(model)
     return device.to_device(model, mesh, encoders.rules)
 
