@@ -14,10 +14,11 @@ import json
 import os
 import re
 import unicodedata
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path, PurePath
+from typing import Any
 
 from data.leftovers import is_leftover
 from errors import InputError
@@ -332,3 +333,47 @@ def set_source(dataset, report: dict, evaluation: bool) -> None:
     of = report.get("read_from", {})  # reports of older versions have none
     dataset.source = of.get(split) or f"its {split} rows"
     dataset.left_out = [of["left_out"]] if of.get("left_out") else []
+
+
+@dataclass(frozen=True)
+class DatasetSplits:
+    """What a data set of `datasets` has.
+
+    Attributes:
+        tables: by the data set's own names of its splits.
+        names: of its splits, by "train", "valid" and "test".
+        left_out: what no training reads, in words.
+        is_one: it is a single table, so that no name says a split.
+    """
+
+    tables: Mapping[str, Any]
+    names: dict[str, str]
+    left_out: list[str]
+    is_one: bool
+
+
+def of_dataset(dataset: Any, where: str, to_train: bool) -> DatasetSplits:
+    """Finds the splits of a DatasetDict or a Dataset of `datasets`.
+
+    A single split is trained on, whatever its name.
+
+    Args:
+        where: names the data, for messages.
+        to_train: refuses data without a split to train on.
+    """
+    is_one = not isinstance(dataset, Mapping)
+    tables = {"train": dataset} if is_one else dataset
+    names = {}
+    for split in ("train", "valid", "test"):
+        name = named(tables, split, where)
+        if name is not None:
+            names[split] = name
+    if len(tables) == 1 and (to_train or not names):
+        names = {"train": next(iter(tables))}
+        is_one = True
+    if not names or (to_train and "train" not in names):
+        raise InputError(f"{where} has the splits {', '.join(tables)}; expected train among them")
+
+    used = (names.get("train"), names.get("valid"))
+    left_out = [f"its split {name}" for name in tables if name not in used]
+    return DatasetSplits(tables, names, left_out, is_one)

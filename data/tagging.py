@@ -22,7 +22,7 @@ Without a validation split a tenth of the sentences is held out, see `targets.he
 
 import bisect
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -480,26 +480,11 @@ def _of_dataset(
 
     A single split is trained on, whatever its name. `where` names the data, for messages.
     """
-    is_one = not isinstance(dataset, Mapping)
-    if is_one:
-        dataset = {"train": dataset}
-    names = {}
-    for split in ("train", "valid", "test"):
-        name = splits.named(dataset, split, where)
-        if name is not None:
-            names[split] = name
-    if len(dataset) == 1 and (to_train or not names):
-        names = {"train": next(iter(dataset))}
-        is_one = True
-    if not names or (to_train and "train" not in names):
-        raise InputError(f"{where} has the splits {', '.join(dataset)}; expected train among them")
-
+    found = splits.of_dataset(dataset, where, to_train)
     read = {}
-    for split, name in names.items():
-        read[split] = partial(_read_split, dataset, name, where, columns)
-    used = (names.get("train"), names.get("valid"))
-    left_out = [f"its split {name}" for name in dataset if name not in used]
-    return Found(read, left_out, is_one)
+    for split, name in found.names.items():
+        read[split] = partial(_read_split, found.tables, name, where, columns)
+    return Found(read, found.left_out, found.is_one)
 
 
 def _read_split(
