@@ -36,6 +36,9 @@ ENCODERS := $(shell sed -n 's/^    "\(.*\)": "models\.encoders\..*/\1/p' optiona
 TASK_SCRIPTS := $(shell sed -n 's/^    "\(.*\)": "train\.\(.*\)",$$/\1=\2/p' optional.py 2>/dev/null)
 OWN_SCRIPT := $(if $(TASK),$(patsubst $(TASK)=%,%,$(filter $(TASK)=%,$(TASK_SCRIPTS))))
 GLUE_TASK := $(if $(OWN_SCRIPT),,$(TASK))
+# Those of data/glue.py.
+GLUE_TASKS := cola sst2 mrpc stsb qqp mnli qnli rte wnli
+TASKS := $(GLUE_TASKS) $(foreach pair,$(TASK_SCRIPTS),$(firstword $(subst =, ,$(pair))))
 $(foreach model,$(ENCODERS),$(eval SCRIPT_$(model) := $(or $(OWN_SCRIPT),glue)))
 MODELS := resnet50 dlrm transformer $(ENCODERS)
 BENCHES := $(patsubst bench/%.py,%,$(filter-out bench/__init__.py,$(wildcard bench/*.py)))
@@ -200,6 +203,11 @@ refuse = $(if $(XLA_ZOO_EXIT_CODE),echo 2 >"$$XLA_ZOO_EXIT_CODE"; )exit 2
 # Checked before anything is installed.
 check-model: check-device check-libtpu
 	@test -n '$(SCRIPT_$(MODEL))' || { echo "error: MODEL=$$MODEL is not known; MODEL is one of: $(MODELS)" >&2; $(refuse); }
+ifneq ($(TASK),)
+	@test -n '$(filter $(MODEL),$(ENCODERS))' || \
+		{ echo "error: TASK=$$TASK is for the encoders, and MODEL=$$MODEL has one task: leave it out" >&2; $(refuse); }
+	@test '$(words $(TASK)) $(words $(filter $(TASK),$(TASKS)))' = '1 1' || { echo "error: TASK=$$TASK is not known; TASK is one of: $(TASKS)" >&2; $(refuse); }
+endif
 
 check-device:
 	@case "$$DEVICE" in ''|xla|cpu|cuda) ;; \

@@ -16,6 +16,7 @@ from run_make import make
 
 import copy_model
 import optional
+from data import glue
 from models import encoders
 
 ENCODERS = ("bert", "distilbert", "roberta", "xlnet", "fairseq-roberta")
@@ -601,6 +602,12 @@ def test_make_copy_and_the_scripts_know_the_same_encoders():
 
     models = re.search(r"^MODEL    one of: (.*)$", make("help").stdout, re.MULTILINE)[1].split()
     assert models[-len(names) :] == names
+
+
+def test_make_and_the_scripts_know_the_same_tasks():
+    refusal = make("train", "MODEL=bert", "TASK=SQuAD").stderr
+    tasks = re.search(r"TASK=SQuAD is not known; TASK is one of: (.*)$", refusal, re.MULTILINE)[1]
+    assert sorted(tasks.split()) == sorted([*glue.TASKS, *optional.SCRIPTS_OF_TASKS])
 
 
 # ---- refusals ------------------------------------------------------------------------------------
