@@ -79,7 +79,7 @@ BOARD := .venv-board
 
 .DEFAULT_GOAL := help
 .PHONY: help install train grid copy translate predict data compile compile-all logs stop status board doctor accept test guards test-all bench lint clean fairseq fairseq-golden jax \
-	check-model check-grid check-device check-libtpu check-chips check-data check-translate check-predict check-bench
+	check-model check-task check-grid check-device check-libtpu check-chips check-data check-translate check-predict check-bench
 
 help:
 	@echo 'make train MODEL=resnet50                    trial run: small preset, synthetic data, half a minute'
@@ -203,6 +203,8 @@ refuse = $(if $(XLA_ZOO_EXIT_CODE),echo 2 >"$$XLA_ZOO_EXIT_CODE"; )exit 2
 # Checked before anything is installed.
 check-model: check-device check-libtpu
 	@test -n '$(SCRIPT_$(MODEL))' || { echo "error: MODEL=$$MODEL is not known; MODEL is one of: $(MODELS)" >&2; $(refuse); }
+
+check-task: check-model
 ifneq ($(TASK),)
 	@test -n '$(filter $(MODEL),$(ENCODERS))' || \
 		{ echo "error: TASK=$$TASK is for the encoders, and MODEL=$$MODEL has one task: leave it out" >&2; $(refuse); }
@@ -236,7 +238,7 @@ RUN_FLAGS = $(PRESET) $(if $(filter $(MODEL),$(ENCODERS)),--model $(MODEL) $(if 
 TRACKERS = $(if $(findstring tracker wandb,$(subst =, ,$(ARGS))),$(WANDB))
 ON_TPUS = $(filter-out local,$(TPU))
 ifneq ($(ON_TPUS),)
-train: check-model
+train: check-task
 	@test -z '$(EAGER)' || \
 		{ echo "error: DEVICE=$$DEVICE runs on one device of this machine, not on TPU=$$TPU; leave out one of them" >&2; exit 2; }
 	@python3 -m tpu.launch train --tpu "$$TPU" $(if $(ZONE),--zone "$$ZONE") $(if $(PROJECT),--project "$$PROJECT") \
@@ -246,7 +248,7 @@ train: check-model
 else ifeq ($(ENGINE),sky)
 # SkyPilot holds the TPU, in whatever zone has one: see tpu/sky.yaml, which takes these variables.
 SKY := MODEL TASK PRESET DATA ARGS
-train: check-model
+train: check-task
 	@test -z '$(filter command,$(foreach name,ZONE PROJECT ENV RETRIES NAME PYTHON DEVICE LIBTPU_VERSION,$(origin $(name))))' || \
 		{ echo 'error: ENGINE=sky takes $(SKY) BUCKET RUN only; what TPU it asks for, where and how stands in tpu/sky.yaml' >&2; exit 2; }
 	@test -n "$$BUCKET" -a -n "$$RUN" || \
@@ -254,7 +256,7 @@ train: check-model
 	sky jobs launch tpu/sky.yaml --yes --env NAME="$$RUN" --env BUCKET="$$BUCKET" \
 		$(foreach name,$(SKY),$(if $(call given,$(name)),--env "$(name)=$$$(name)")) $(if $(HF_TOKEN),--secret HF_TOKEN) $(LAUNCH_ARGS)
 else
-train: check-model $(INSTALLED) $(TRACKERS)
+train: check-task $(INSTALLED) $(TRACKERS)
 	$(RECORDED)$(PY) -m train.$(SCRIPT_$(MODEL)) $(RUN_FLAGS)
 endif
 
@@ -267,7 +269,7 @@ GRID_TPUS = --tpu "$$TPU" $(if $(ZONE),--zone "$$ZONE") $(if $(PROJECT),--projec
 	--launch-args="$(if $(call given,ENV),--env-from ENV) $(if $(RETRIES),--retries $$RETRIES) $$LAUNCH_ARGS" \
 	$(foreach name,PYTHON GET_PYTHON LIBTPU_VERSION,$(if $(call given,$(name)),--word "$(name)=$$$(name)"))
 
-check-grid: check-model
+check-grid: check-task
 	@test -z '$(ENGINE)' || { echo "error: ENGINE=$$ENGINE is for make train; a grid takes TPU=" >&2; $(refuse); }
 	@python3 -m train.grid --check $(if $(ON_TPUS),$(GRID_TPUS)) $(GRID_WORDS) || { $(refuse); }
 
