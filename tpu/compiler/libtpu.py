@@ -18,7 +18,7 @@ GENERATIONS
 TOPOLOGIES
     the names of one slice that Topology takes: "v5e:1x1", "v5e:2x4", ..., "v4:2x2x1", "TPU7x:2x2x1"
 split_name(name) -> (slices, the topology of each)
-    of a name that Topology takes: ("v5e:2x4", or "2xv5e:2x4" for two slices); InputError for another
+    of a name that Topology takes: "v5e:2x4", or "2xv5e:2x4" for two slices; InputError for another
 Topology(name)
     .name .generation .slices .kind .device_ids .num_devices .hbm_bytes, .compile(); InputError for
     another name; a context manager (.close())

@@ -65,8 +65,9 @@ def setup(
 ) -> Mesh:
     """Returns a mesh of `num_devices` of this kind, on which `stage` traces.
 
-    The arguments are those of device.setup, and the slices that the devices make up. The mesh's device is meta, where models, optimizers and
-    tables are created: memory and time do not depend on their size.
+    The arguments are those of device.setup, and the slices that the devices make up. The mesh's
+    device is meta, where models, optimizers and tables are created: memory and time do not depend
+    on their size.
 
     Raises:
         RuntimeError: this process has devices already.
