@@ -371,14 +371,13 @@ def _describe_between_slices(found: dict) -> list[str]:
 
     total = (
         f"between {found['slices']} slices, over the data-centre network: "
-        f"{found['bytes'] / 1e6:.2f} MB per device handed over to the host, "
-        f"of which {found['least_sent'] / 1e6:.2f} must leave the slice"
+        f"{found['bytes'] / 1e6:.2f} MB per device, handed over to the host, "
+        f"of which {found['least_sent'] / 1e6:.2f} MB must leave the slice"
     )
     if found["bound"]:
-        bound = found["bound"]
         total += (
-            f"; one all-reduce of a device's share of the gradients is {bound / 1e6:.2f}, "
-            f"and this is {found['least_sent'] / bound:.2f} of it"
+            f"; one all-reduce of a device's share of the layers' gradients: "
+            f"{found['bound'] / 1e6:.2f} MB"
         )
     return [*lines, total]
 
