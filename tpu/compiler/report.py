@@ -372,7 +372,7 @@ def _describe_between_slices(found: dict) -> list[str]:
     total = (
         f"between {found['slices']} slices, over the data-centre network: "
         f"{found['bytes'] / 1e6:.2f} MB per device, handed over to the host, "
-        f"of which {found['least_sent'] / 1e6:.2f} MB must leave the slice"
+        f"for which {found['least_sent'] / 1e6:.2f} MB must leave the slice"
     )
     if found["bound"]:
         total += (
