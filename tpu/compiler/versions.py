@@ -269,7 +269,7 @@ def compile_case(case: Case) -> dict[str, dict]:
 
     with libtpu.Topology(case.topology) as topology:
         precision = job.config(topology.num_devices).precision
-        mesh = staging.setup(topology.num_devices, topology.kind, precision, slices=topology.slices)
+        mesh = staging.setup(topology.num_devices, topology.kind, precision)
 
     found = {}
     for program in case.programs:
