@@ -703,7 +703,8 @@ def test_the_report_says_what_travels_between_slices():
     operand = hlo_modules.op(1, "parameter", "f32[75]")
     sends = [sent(2, "ALL_REDUCE"), sent(3, "ALL_REDUCE"), sent(4, "ALL_TO_ALL")]
     computation = hlo_modules.computation(1, [operand, *sends], 1)
-    module = hlo.parse(hlo_modules.module([computation]))
+    four_devices = hlo_modules.message(15, hlo_modules.number(2, 4))  # its device assignment
+    module = hlo.parse(hlo_modules.module([computation], extra=four_devices))
     two_slices = SimpleNamespace(slices=2, num_devices=8)
 
     found = report._between_slices(module, two_slices, gradient_bytes=800)
@@ -721,6 +722,10 @@ def test_the_report_says_what_travels_between_slices():
     *kinds, total = report._describe_between_slices(found)
     assert kinds[0].startswith("between 2 slices: all-reduce 2, 0.00 MB")
     assert "data-centre network" in total
+
+    four_slices = SimpleNamespace(slices=4, num_devices=8)
+    with pytest.raises(RuntimeError, match="program for 4 devices, and a slice has 2"):
+        report._between_slices(module, four_slices, gradient_bytes=800)
 
 
 @needs_libtpu

@@ -32,6 +32,7 @@ MISTAKES = [
         "HF_TOKEN in ENV would stand in this machine's list of processes: export it",
     ),
     ("train --env MY_KEY=x", "give --secret MY_KEY"),
+    ("train --env MEGASCALE_NUM_SLICES=2", "MEGASCALE_NUM_SLICES in ENV would be the same on all"),
     ("train --secret NOT_SET", "--secret NOT_SET: this variable is not set here"),
     ("train --grace nan", "--grace nan is not a time to save: give 0 to 86400 seconds"),
     ("stop --grace=-5", "--grace -5 is not a time to save"),

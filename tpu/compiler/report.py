@@ -197,8 +197,17 @@ def _between_slices(module: hlo.Module, topology: libtpu.Topology, gradient_byte
         least_sent: bytes that must leave the slice for it
         bound: the least bytes of a train step: where the devices of a slice share the sum of their
             gradients, each sends its share, in one all-reduce over the slices
+    Raises:
+        RuntimeError: the module is not that of one slice, so its groups may cross slices.
     """
     slices = topology.slices
+    per_slice = topology.num_devices // slices
+    if (module.num_partitions or 1) != per_slice:
+        raise RuntimeError(
+            f"libtpu made a program for {module.num_partitions} devices, and a slice has "
+            f"{per_slice}: which of its collectives are between slices is not known"
+        )
+
     kinds: dict[str, dict] = {}
     least_sent = 0.0
     for each in analysis.between_slices(module):
@@ -208,7 +217,7 @@ def _between_slices(module: hlo.Module, topology: libtpu.Topology, gradient_byte
         entry["largest"] = max(entry["largest"], each.bytes)
         least_sent += each.least_sent(slices)
 
-    share = gradient_bytes * slices / topology.num_devices
+    share = gradient_bytes / per_slice
     of_a_share = analysis.Transfer("all-reduce", share, times=1, name="gradients")
     return {
         "slices": slices,

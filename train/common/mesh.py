@@ -57,8 +57,8 @@ class Mesh:
     local_devices: tuple[int, ...] = ()
     # Whether steps avoid the operations that libtpu compiles only with flags, see docs/tpu.md.
     safe_forms: bool = False
-    # Of so many devices each, joined by the data-centre network only: devices are numbered slice by
-    # slice. 1: all are one slice, or plain PyTorch's.
+    # How many slices the devices make up, which are joined by the data-centre network only. Devices
+    # are numbered slice by slice.
     slices: int = 1
     # How a model's layers are split over the devices: a LayerSharding of train/common/sharding.
     # None: a run without a Layout, where every device has the whole model.
