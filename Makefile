@@ -117,7 +117,7 @@ help:
 	@echo '         dlrm: kaggle, clicks, mlperf_v1, mlperf_v2;'
 	@echo '         transformer: base, big, wmt18, tpu; TASK=pretrain: full, lamb) or tiny'
 	@echo '         (default: the first of these with DATA, of dlrm the one for its data; tiny without)'
-	@echo 'TOPOLOGY of make compile: v5e:1x1, v5e:2x4, … v6e:16x16, v4:2x2x1, v5p:2x2x1; a wrong one lists them'
+	@echo 'TOPOLOGY of make compile: v5e:1x1, v5e:2x4, … v6e:16x16, v4:2x2x1, v5p:2x2x1; a wrong one lists them; 2xv5e:2x4: two slices'
 	@echo 'BATCH    of make compile: examples a device (default: the recipe'"'"'s, shared out); EFFORT: fast or full'
 	@echo 'PROGRAM  of make compile: train (default), evaluate, or translate: the Transformer'"'"'s beam search'
 	@echo 'OUT      folder that make data writes (default: prepared, in DATA); file of the figures of make compile; of make'

@@ -159,8 +159,7 @@ def compile_one(step: str, batch: int, setting: str) -> dict:
                 with topology.compile(module, "full") as program:
                     counted = None if endless else bundles.read(code)
                     staged = Staged(module, {}, [], {}, outputs=0, kept=0)
-                    chip = topology.specification
-                    found |= report.figures(staged, program, chip, "full", counted)
+                    found |= report.figures(staged, program, topology, "full", counted)
                     found["fits"] = True
             except libtpu.OutOfMemory as error:
                 found["needed"] = error.needed

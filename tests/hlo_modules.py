@@ -137,6 +137,14 @@ def target(name: str) -> bytes:
     return message(28, name.encode())
 
 
+def frontend_attributes(**values: str) -> bytes:
+    """Returns the field of what libtpu's runtime is told of an instruction."""
+    entries = [
+        message(1, message(1, k.encode()), message(2, v.encode())) for k, v in values.items()
+    ]
+    return message(68, *entries)
+
+
 def dot_dimensions(
     left: int, right: int, left_batch: Sequence[int] = (), right_batch: Sequence[int] = ()
 ) -> bytes:

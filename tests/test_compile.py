@@ -10,12 +10,13 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import hlo_modules
 import pytest
 
 from errors import InputError
-from tpu.compiler import analysis, bundles, hlo, libtpu, pages, results, steps
+from tpu.compiler import analysis, bundles, hlo, libtpu, pages, report, results, steps
 from tpu.compiler import compile as compiling
 
 ROOT = Path(__file__).parent.parent
@@ -687,6 +688,65 @@ def test_a_step_costs_the_tpu_what_it_did(row, topology, effort, tmp_path, compi
     for name, tolerance in TOLERANCES.items():
         expected[name] = pytest.approx(expected[name], rel=tolerance)
     assert figures(report) == expected, ACCEPT
+
+
+def test_the_report_says_what_travels_between_slices():
+    """Of two slices of four devices and 800 bytes of gradients, so 200 for each device."""
+
+    def sent(identifier: int, kind: str) -> bytes:
+        attributes = hlo_modules.frontend_attributes(
+            _xla_host_transfer_handler_name="xla_megascale_runtime",
+            _xla_megascale_transfer_type=kind,
+        )
+        return hlo_modules.op(identifier, "send", "token[]", (1,), extra=attributes)
+
+    operand = hlo_modules.op(1, "parameter", "f32[75]")
+    sends = [sent(2, "ALL_REDUCE"), sent(3, "ALL_REDUCE"), sent(4, "ALL_TO_ALL")]
+    computation = hlo_modules.computation(1, [operand, *sends], 1)
+    four_devices = hlo_modules.message(15, hlo_modules.number(2, 4))  # its device assignment
+    module = hlo.parse(hlo_modules.module([computation], extra=four_devices))
+    two_slices = SimpleNamespace(slices=2, num_devices=8)
+
+    found = report._between_slices(module, two_slices, gradient_bytes=800)
+
+    assert found == {
+        "slices": 2,
+        "kinds": {
+            "all-reduce": {"count": 2, "bytes": 600, "largest": 300},
+            "all-to-all": {"count": 1, "bytes": 300, "largest": 300},
+        },
+        "bytes": 900,
+        "least_sent": 300 + 300 + 150,
+        "bound": 200,
+    }
+    *kinds, total = report._describe_between_slices(found)
+    assert kinds[0].startswith("between 2 slices: all-reduce 2, 0.00 MB")
+    assert "data-centre network" in total
+
+    four_slices = SimpleNamespace(slices=4, num_devices=8)
+    with pytest.raises(RuntimeError, match="program for 4 devices, and a slice has 2"):
+        report._between_slices(module, four_slices, gradient_bytes=800)
+
+
+@needs_libtpu
+@pytest.mark.parametrize(
+    "version", [pytest.param(libtpu.ON_TPU_VMS, marks=pytest.mark.long), libtpu.NEWEST]
+)
+def test_slices_send_each_other_gradients_only(version, tmp_path, compiles):
+    path = tmp_path / "report.json"
+    options = ["--task", "pretrain", "--topology", "2xv5e:2x4", "--batch", "8", "--json", str(path)]
+
+    flags = ["--", "--size", "mini", "--shard-state", "full"]
+    compiles("bert", "full", *options, "--libtpu", version, *flags)
+
+    found = json.loads(path.read_text())
+    assert found["libtpu"] == version
+    assert found["host_transfers"] == 0
+    assert found["donated"] == found["to_donate"]
+    # Nothing is gathered between slices; 1.02 of the bound, which has no padding of the vocabulary.
+    between = found["between_slices"]
+    assert set(between["kinds"]) == {"all-reduce"}
+    assert between["bound"] < between["least_sent"] < 1.1 * between["bound"]
 
 
 @needs_libtpu

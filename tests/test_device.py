@@ -357,3 +357,44 @@ def test_hosts_agree_about_signals_in_some_calls_only(mesh, monkeypatch):
         os.kill(os.getpid(), signal.SIGTERM)
         assert [stopped() for _ in range(2)] == [False, True]
         assert compared == [0, 1]
+
+
+# Several slices
+
+
+@pytest.mark.parametrize(
+    ("indices", "slices"),  # of the devices, as the runtime of several slices gives them
+    [([], 1), ([0, 0, 0, 0], 1), ([0, 0, 1, 1], 2), ([0, 1, 2, 3], 4), ([2, 2, 0, 0], 2)],
+)
+def test_slices_are_counted_by_what_the_runtime_says(indices, slices, monkeypatch):
+    monkeypatch.setenv("MEGASCALE_NUM_SLICES", "4")  # libtpu reads it, and what it says counts
+    attributes = [{"device_kind": "TPU v6 lite"} for _ in range(4)]
+    for device_attributes, index in zip(attributes, indices, strict=False):
+        device_attributes["slice_index"] = index
+    assert xla.count_slices(attributes) == slices
+
+
+@pytest.mark.parametrize("indices", [[0, 1, 0, 1], [0, 0, 0, 1], [0, 1, 1, 0]])
+def test_devices_that_are_not_numbered_slice_by_slice_stop_a_run(indices):
+    with pytest.raises(RuntimeError, match="not numbered slice by slice"):
+        xla.count_slices([{"slice_index": index} for index in indices])
+
+
+def test_what_the_runtime_says_is_in_the_order_of_the_mesh(monkeypatch):
+    names = [{"name": f"TPU:{number}"} for number in (10, 0, 2, 1)]
+    monkeypatch.setattr(xla.xr, "global_runtime_device_attributes", lambda: names)
+    found = [attributes["name"] for attributes in xla._device_attributes()]
+    assert found == ["TPU:0", "TPU:1", "TPU:2", "TPU:10"]
+
+
+def test_cpu_devices_pretend_to_be_slices(monkeypatch):
+    assert device.setup(0).slices == 1
+    monkeypatch.setenv("MEGASCALE_NUM_SLICES", "2")
+    mesh = device.setup(0)
+    assert mesh.slices == 2
+    assert mesh.devices_per_slice == 2
+
+    for wrong in ("3", "0", "-1", "two", "٢"):
+        monkeypatch.setenv("MEGASCALE_NUM_SLICES", wrong)
+        with pytest.raises(InputError, match=f"MEGASCALE_NUM_SLICES is {wrong}.* 4 devices"):
+            device.setup(0)

@@ -307,3 +307,23 @@ def test_rows_are_added_in_their_lines(mesh, dim):
     added = add_rows(lines.to(mesh.device), rows.to(mesh.device), delta.to(mesh.device))
     expected = lines.reshape(-1, dim).index_add(0, rows, delta)
     torch.testing.assert_close(added.cpu().reshape(-1, dim), expected, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("slices", "device_bytes", "group"),
+    [
+        (1, UNLIMITED, 4),
+        (2, UNLIMITED, 2),
+        (2, 6e5, 4),  # of 1.28 MB half does not fit, a quarter does
+        (4, UNLIMITED, 4),
+    ],
+)
+def test_each_of_two_slices_has_a_copy_of_tables_that_fit(mesh, slices, device_bytes, group):
+    tables = [Table("a", 40_000, plan="exchange")]
+    options = {"lr": 0.1, "seed": 0, "device_bytes": device_bytes}
+    in_slices = dataclasses.replace(mesh, slices=slices)
+
+    embeddings = ShardedEmbeddingBags(tables, 8, in_slices, SGD(), **options)
+    assert embeddings.devices.group_size == group
+    given = ShardedEmbeddingBags(tables, 8, in_slices, SGD(), model_devices=4, **options)
+    assert given.devices.group_size == 4

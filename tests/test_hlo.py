@@ -522,6 +522,62 @@ def test_custom_calls_host_transfers_and_random_bytes():
     assert analysis.random_bytes(found) == 4 * 4 + 8 * 16 * 4
 
 
+def between(kind: str, name: str, handler: str = "xla_megascale_runtime") -> bytes:
+    """Returns the fields of a send or receive for other slices, as libtpu writes them."""
+    attributes = m.frontend_attributes(
+        _xla_host_transfer_handler_name=handler,
+        _xla_host_transfer_rendezvous=name,
+        _xla_megascale_transfer_type=kind,
+        _xla_megascale_target="{1,2}x{0:7}",
+    )
+    return attributes + m.number(47, 1)  # is_host_transfer
+
+
+def test_what_is_sent_to_other_slices_is_no_transfer_to_the_host():
+    part = "(f32[8], u32[], token[])"
+    in_loop = m.computation(
+        2,
+        [
+            m.op(20, "parameter", "bf16[8]"),
+            m.op(21, "send", part, (20,), extra=between("ALL_GATHER", "all-gather_0")),
+        ],
+        21,
+    )
+    found = entry(
+        loop(1, body=2, condition=3, times=3),
+        m.op(2, "parameter", "f32[8]"),
+        m.op(3, "send", part, (2,), extra=between("ALL_REDUCE", "all-reduce_1")),
+        m.op(4, "send-done", "token[]", (3,), extra=m.number(47, 1)),
+        m.op(5, "recv", part, extra=between("ALL_REDUCE", "all-reduce_1")),
+        m.op(6, "recv-done", part, (5,), extra=m.number(47, 1)),
+        m.op(7, "send", part, (2,), extra=between("ALL_REDUCE", "other", handler="other")),
+        others=[in_loop, m.computation(3, [m.op(30, "parameter", SCALAR)], 30)],
+    )
+
+    transfers = sorted(analysis.between_slices(found), key=lambda each: each.name)
+
+    assert transfers == [
+        analysis.Transfer("all-gather", bytes=16, times=3, name="all-gather_0"),
+        analysis.Transfer("all-reduce", bytes=32, times=1, name="all-reduce_1"),
+    ]
+    assert names(analysis.host_transfers(found)) == ["send.7"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "sent"),  # of 12 bytes a run, by a device to the three other slices
+    [
+        ("all-reduce", 18),
+        ("reduce-scatter", 9),
+        ("all-to-all", 9),
+        ("all-gather", 36),
+        ("one-to-one", 12),
+    ],
+)
+def test_least_bytes_that_leave_a_slice(kind, sent):
+    transfer = analysis.Transfer(kind, bytes=12, times=2, name="")
+    assert transfer.least_sent(slices=4) == 2 * sent
+
+
 @pytest.mark.parametrize(
     ("shape", "devices", "expected"),
     [

@@ -5,6 +5,7 @@ tests/test_entry.py has the image's first process.
 
 import math
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -146,6 +147,31 @@ def test_the_jobset_is_one_slice_that_resumes(jobset):
     line = " ".join(dry.stdout.replace("\\\n", "").split())
     arguments = '--task mrpc --data "$DATA" --name "$NAME" --runs gs://my-bucket/runs'
     assert line.endswith(arguments), dry.stderr
+
+
+def test_the_jobset_of_several_slices_joins_them_by_megascale():
+    """With the lines that its comments say."""
+    text = (ROOT / "tpu/jobset.yaml").read_text()
+    text = text.replace("replicas: 1 # slices", "replicas: 2")
+    text = re.sub(
+        r"(?m)^( +)# (coordinator:|- name: MEGASCALE_|  valueFrom:|    fieldRef:)", r"\1\2", text
+    )
+    spec = yaml.safe_load(text)["spec"]
+
+    (slices,) = spec["replicatedJobs"]
+    assert slices["replicas"] == 2
+    assert spec["coordinator"] == {"replicatedJob": slices["name"], "jobIndex": 0, "podIndex": 0}
+    (container,) = slices["template"]["spec"]["template"]["spec"]["containers"]
+    paths = {}
+    for variable in container["env"]:
+        if variable["name"].startswith("MEGASCALE_"):
+            paths[variable["name"]] = variable["valueFrom"]["fieldRef"]["fieldPath"]
+    of_jobset = "metadata.annotations['jobset.sigs.k8s.io/{}']".format
+    assert paths == {
+        "MEGASCALE_NUM_SLICES": of_jobset("replicatedjob-replicas"),
+        "MEGASCALE_SLICE_ID": of_jobset("job-index"),
+        "MEGASCALE_COORDINATOR_ADDRESS": of_jobset("coordinator"),
+    }
 
 
 def forbid_unknown_keys(schema: object) -> None:

@@ -32,11 +32,14 @@ MISTAKES = [
         "HF_TOKEN in ENV would stand in this machine's list of processes: export it",
     ),
     ("train --env MY_KEY=x", "give --secret MY_KEY"),
+    ("train --env MEGASCALE_NUM_SLICES=2", "MEGASCALE_NUM_SLICES in ENV would be the same on all"),
     ("train --secret NOT_SET", "--secret NOT_SET: this variable is not set here"),
     ("train --grace nan", "--grace nan is not a time to save: give 0 to 86400 seconds"),
     ("stop --grace=-5", "--grace -5 is not a time to save"),
     ("train --tpu My_Tpu", "is not the name of a TPU VM"),
     ("train --tpu local", "TPU=local is this machine"),
+    ("train --tpu my-tpu-0,my-tpu-1", "names several TPUs, and a run of the launcher is on one"),
+    ("stop --tpu my-tpu-0,my-tpu-1", "several slices train together on GKE, by tpu/jobset.yaml"),
     ("train --tpu ssh:a,-oProxyCommand=x", "is not a list of hosts"),
     ("train --tpu ssh:a,a", "names a host twice"),
     ("train --port 70000", "--port 70000 is not a port: give 1024 to 65535"),
@@ -87,6 +90,11 @@ STATES = [
     (
         {"state": "STOPPED"},
         "start it: gcloud compute tpus tpu-vm start my-tpu --zone=us-east5-b",
+    ),
+    (
+        {"node": {"multisliceNode": True, **QUEUED}},
+        "my-tpu is one of several slices, .* run of the launcher is on one;"
+        " recreate it: .* delete wish --force.* without --node-count, .*tpu/jobset.yaml",
     ),
     (
         {"health": "UNHEALTHY_TPU", "node": {"healthDescription": "chip 3"}},

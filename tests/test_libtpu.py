@@ -137,6 +137,32 @@ def test_a_broken_library_is_refused_before_it_ends_the_process(share, message, 
 # What needs no library
 
 
+@pytest.mark.parametrize(
+    ("name", "found"),
+    [
+        ("v5e:2x4", (1, "v5e:2x4")),
+        ("1xv5e:2x4", (1, "v5e:2x4")),
+        ("2xv5e:2x4", (2, "v5e:2x4")),
+        ("128XTPU7X:2x2x1", (128, "TPU7x:2x2x1")),
+    ],
+)
+def test_a_topology_has_its_number_of_slices_before_it(name, found):
+    assert libtpu.split_name(name) == found
+
+
+@pytest.mark.parametrize(
+    "name", ["0xv5e:2x4", "2v5e:2x4", "-1xv5e:2x4", "2x2xv5e:2x4", "٢xv5e:2x4"]
+)
+def test_a_wrong_number_of_slices_is_refused_with_an_example(name):
+    with pytest.raises(InputError, match="is not known.*several slices.* such as 2xv5e:2x4"):
+        libtpu.Topology(name)
+
+
+def test_a_generation_that_is_never_joined_is_refused():
+    with pytest.raises(InputError, match="2xv3:2x2.* 2 slices.*v4, v5e.*give v3:2x2"):
+        libtpu.Topology("2xv3:2x2")
+
+
 @pytest.mark.parametrize("name", ["v5e", "v5e:0x0", "v5e:3x5", "v9:2x2", "v5litepod-8", ""])
 def test_an_unknown_topology_lists_the_known_ones(name):
     message = r"is not known; the known ones are: .*v5e: 1x1, 2x2.*TPU7x: 1x1x1"
@@ -286,6 +312,20 @@ def test_topologies(name, kind, devices):
         # The library's own figure; a tenth of a MiB of v5e's is kept for a host of several chips.
         known = libtpu.GENERATIONS[topology.generation].hbm_bytes
         assert topology.hbm_bytes == pytest.approx(known, abs=2**20)
+
+
+@m.needs_libtpu
+@pytest.mark.parametrize(
+    ("name", "slices", "per_slice"), [("2xV5E:2x2", 2, 4), ("3xv4:1x1x1", 3, 1)]
+)
+def test_devices_of_several_slices_follow_each_other(name, slices, per_slice):
+    with libtpu.Topology(name) as topology:
+        assert topology.name == name.lower()
+        assert topology.slices == slices
+        assert topology.num_devices == slices * per_slice
+        # libtpu numbers those of the first slice from 100,000 on, of the second from 200,000.
+        of_slice = [number // 100_000 for number in topology.device_ids]
+        assert of_slice == sorted([*range(1, slices + 1)] * per_slice)
 
 
 @m.needs_libtpu

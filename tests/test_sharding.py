@@ -321,6 +321,67 @@ def test_a_state_is_cut_over_32_devices_at_most(devices, layout, sizes, mesh, mo
     assert tuple(layers.axes.values()) == sizes
 
 
+def of_slices(mesh, devices: int, slices: int, monkeypatch):
+    """Returns a mesh of so many devices in so many slices, which need not be there."""
+    monkeypatch.setattr(backend.xr, "global_runtime_device_count", lambda: devices)
+    spmd = xs.Mesh(np.arange(devices), (devices,), ("data",))
+    return replace(mesh, num_devices=devices, spmd=spmd, slices=slices)
+
+
+@pytest.mark.parametrize(
+    ("devices", "slices", "layout", "sizes"),  # of the axes copies, data and model
+    [
+        (16, 2, FULL, (2, 8, 1)),
+        (12, 3, replace(FULL, shard_state="optimizer"), (3, 4, 1)),
+        (256, 2, FULL, (8, 32, 1)),
+        (96, 2, FULL, (6, 16, 1)),  # 32 divides all devices, and no slice
+        (16, 2, Layout(remat=True), (1, 16, 1)),
+        (16, 2, replace(FULL, mesh="copies=4,data=2,model=2"), (4, 2, 2)),
+    ],
+)
+def test_each_slice_has_a_copy_of_a_state(
+    devices, slices, layout, sizes, mesh, monkeypatch, capsys
+):
+    pod = of_slices(mesh, devices, slices, monkeypatch)
+    layers = sharding.arranged(pod, layout).layers
+    assert tuple(layers.axes.values()) == sizes
+    assert capsys.readouterr().err == ""
+
+
+def test_a_state_that_is_gathered_between_slices_is_warned_of(mesh, monkeypatch, capsys):
+    pod = of_slices(mesh, 16, 2, monkeypatch)
+    for layout in (replace(FULL, mesh="data=16"), replace(FULL, mesh="data=8,model=2")):
+        sharding.arranged(pod, layout)
+        said = capsys.readouterr().err
+        assert re.search(f"--mesh {layout.mesh} .* 16 devices, and a slice has 8: .*copies", said)
+
+    sharding.arranged(pod, Layout("data=8,model=2"))  # without a state nothing is gathered
+    sharding.arranged(replace(pod, process_index=1), replace(FULL, mesh="data=16"))
+    assert capsys.readouterr().err == ""
+
+
+def test_a_layer_that_two_slices_would_share_is_refused(mesh, monkeypatch):
+    pod = of_slices(mesh, 12, 3, monkeypatch)
+    with pytest.raises(InputError, match="model=6, and a slice has 4 .* that divides 4"):
+        sharding.arranged(pod, Layout("data=2,model=6"))
+
+
+def test_slices_of_one_device_cut_no_state(mesh):
+    with pytest.raises(InputError, match="cuts a state over data, of which each slice has one"):
+        sharding.arranged(replace(mesh, slices=4), FULL)
+
+
+@pytest.mark.slow  # the case "copies" above has the same axes
+def test_two_slices_give_the_numbers_of_one(mesh, whole):
+    found = take_updates(replace(mesh, slices=2), FULL)
+
+    assert found.losses == pytest.approx(whole().losses, rel=2e-6)
+    torch.testing.assert_close(found.changed, whole().changed, **CLOSE)
+    named = found.state.model.named_parameters()
+    (parameter,) = [value for name, value in named if name.endswith(MATRICES)]
+    assert on_each_device(parameter.data) == [64, 32]  # cut in two, and not in four
+
+
 # The head of a model whose words the devices do not divide
 
 

@@ -61,7 +61,7 @@ class Config:
     interaction: Literal["dot", "dcn"] = "dot"  # products of all pairs, or DCN-v2's cross network
     cross: tuple[int, int] = (3, 512)  # layers and rank of the cross network
     plan: Literal["auto", "exchange", "data"] = "auto"  # by a table's size, or sharded, or copied
-    model_devices: int = 0  # devices that share one copy of the tables; 0: all
+    model_devices: int = 0  # devices that share one copy of the tables; 0: all, or a slice's
     exchange_room: tuple[float, float] = (1.0, 1.0)  # exchange: room for ids and for updated rows
     epochs: int = 1  # passes over the training data; click logs overfit in the second
     batch_size: int = 128  # examples per step, over all devices

@@ -6,6 +6,7 @@ longest(module, count)             [Timed(instruction, cycles, times)]: the long
 uncounted(module)                  [Timed] of the operations without an estimate; cycles are 0
 with_code(module, names)           [Timed] of the operations of these names; cycles are 0
 collectives(module)                [Collective], wherever they are; asynchronous pairs once
+between_slices(module)             [Transfer]: what a device hands over for those of other slices
 dots(module)                       [Dot]: every matmul and convolution, with its operands' types
 product_flops(module, devices)     [int | None]: flops of each of them in a step before compilation,
                                    on all devices
@@ -81,6 +82,7 @@ MOVES = frozenset(
         "fusion",
     }
 )
+MEGASCALE = "xla_megascale_runtime"  # what libtpu names its runtime between slices
 MOST_POSITIONS = 10**8  # of a convolution along one dimension: more are not counted
 
 
@@ -320,6 +322,65 @@ def _group_size(instruction: Instruction) -> int | None:
     if not one_by_one:
         return None
     return len(one_by_one[0].replica_ids) or None
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """A device's part in a collective between slices, over the data-centre network.
+
+    Attributes:
+        kind: one of COLLECTIVES, or "one-to-one".
+        bytes: that a device hands over to its host: its operand of the collective.
+        times: runs in a step.
+        name: of the collective.
+    """
+
+    kind: str
+    bytes: int
+    times: int
+    name: str
+
+    def least_sent(self, slices: int) -> float:
+        """Returns the bytes that must leave a device's slice for it, all runs together.
+
+        A ring over the slices sends as little: of an all-reduce each part twice but for one slice's
+        own, of a reduce-scatter and an all-to-all all parts but the own one, of an all-gather the
+        operand to each other slice.
+        """
+        others = slices - 1
+        shares = {
+            "all-reduce": 2 * others / slices,
+            "reduce-scatter": others / slices,
+            "all-to-all": others / slices,
+            "all-gather": others,
+        }
+        return self.bytes * self.times * shares.get(self.kind, 1)
+
+
+def between_slices(module: Module) -> list[Transfer]:
+    """Returns what a device sends to other slices in a module that was compiled for several.
+
+    Such a module is that of one slice's devices, and the groups of its collectives are within a
+    slice. libtpu has taken each collective of several slices apart: what remains between them is
+    handed over to the host ("send"), whose runtime, MegaScale, does the rest and hands the result
+    back.
+    """
+    found = []
+    for computation, instruction, times in _walk(module, HOLDERS):
+        attributes = instruction.attributes
+        handler = attributes.get("_xla_host_transfer_handler_name")
+        if instruction.opcode != "send" or handler != MEGASCALE:
+            continue
+        operand = computation.operands(instruction)[0]
+        found.append(
+            Transfer(
+                kind=attributes["_xla_megascale_transfer_type"].lower().replace("_", "-"),
+                bytes=operand.bytes,
+                times=times,
+                name=attributes.get("_xla_host_transfer_rendezvous", instruction.name),
+            )
+        )
+    return found
 
 
 # ---- products ------------------------------------------------------------------------------------
@@ -581,14 +642,24 @@ def custom_calls(module: Module) -> dict[str, int]:
 
 def host_transfers(module: Module) -> list[Instruction]:
     """Returns infeeds, outfeeds, sends and receives to the host, and results that lie in the host's
-    memory."""
+    memory.
+
+    What goes through the host to other slices is not among them, see `between_slices`.
+    """
     found = []
-    for _, instruction, _ in _walk(module, HOLDERS):
+    for computation, instruction, _ in _walk(module, HOLDERS):
         feeds = instruction.opcode in ("infeed", "outfeed")
-        sends = instruction.proto.is_host_transfer
+        sends = instruction.proto.is_host_transfer and not _is_megascale(computation, instruction)
         if feeds or sends or _in_host_memory(instruction.shape):
             found.append(instruction)
     return found
+
+
+def _is_megascale(computation: Computation, instruction: Instruction) -> bool:
+    """Returns whether a send or receive, or the end of one, is for other slices."""
+    if instruction.opcode in ("send-done", "recv-done"):
+        (instruction,) = computation.operands(instruction)
+    return instruction.attributes.get("_xla_host_transfer_handler_name") == MEGASCALE
 
 
 def _in_host_memory(shape: Shape) -> bool:

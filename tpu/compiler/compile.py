@@ -212,8 +212,10 @@ def compile_step(
             identity["placement"] = sharding.placement_table(_state(step).model)
 
         counted = bundles.read(code) if code else None
-        generation = libtpu.GENERATIONS[topology.generation]
-        figures = report.figures(staged, program, generation, effort, counted)
+        gradients = 0
+        if job.program == "train":
+            gradients = _gradient_bytes(step, mesh.precision)
+        figures = report.figures(staged, program, topology, effort, counted, gradients)
         if occupied(figures) > topology.hbm_bytes:
             needed = figures["memory"]["needed"]
             raise libtpu.OutOfMemory(topology.name, needed, topology.hbm_bytes, [], "")
@@ -256,6 +258,16 @@ def _state(step: steps.Step) -> Any:
         if hasattr(argument, "model") and hasattr(argument, "optimizer"):
             return argument
     raise ValueError("the step has no state")
+
+
+def _gradient_bytes(step: steps.Step, precision: str) -> int:
+    """Returns the bytes of all gradients of a step's layers, in the type that products compute in.
+
+    Tables have none: the rows that a step reads are exchanged.
+    """
+    element_bytes = 2 if precision == "bfloat16" else 4
+    trained = [each for each in _state(step).model.parameters() if each.requires_grad]
+    return sum(parameter.numel() for parameter in trained) * element_bytes
 
 
 def _needed_by(version: str, job: Job, module: bytes, topology: str, effort: str) -> int:
@@ -483,7 +495,7 @@ def compile_job(options: argparse.Namespace, job: Job, script: Any, code: str) -
         devices = topology.num_devices
         config = job.config(devices)
         safe_forms = device.wants_safe_forms(config.safe_forms)
-        mesh = staging.setup(devices, topology.kind, config.precision, safe_forms)
+        mesh = staging.setup(devices, topology.kind, config.precision, safe_forms, topology.slices)
         if options.stage:
             _, staged = stage(job, mesh, script)
             fingerprint = hlo.fingerprint(staged.module)

@@ -24,7 +24,7 @@ from __future__ import annotations
 import hashlib
 import math
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -159,6 +159,11 @@ class Instruction:
     def custom_call_target(self) -> str:
         """Name of the function that a custom call calls; "" for other instructions."""
         return self.proto.custom_call_target
+
+    @property
+    def attributes(self) -> Mapping[str, str]:
+        """What libtpu's runtime is told of an instruction, by name."""
+        return self.proto.frontend_attributes.map
 
     @property
     def precision(self) -> tuple[str, ...]:

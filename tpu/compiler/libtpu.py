@@ -16,10 +16,12 @@ version(library) -> str
 GENERATIONS
     {"v5e": Generation(shapes, usable HBM, peak FLOP/s, bytes/s, clock), ...}, all per device
 TOPOLOGIES
-    the names that Topology takes: "v5e:1x1", "v5e:2x4", ..., "v4:2x2x1", "TPU7x:2x2x1"
+    the names of one slice that Topology takes: "v5e:1x1", "v5e:2x4", ..., "v4:2x2x1", "TPU7x:2x2x1"
+split_name(name) -> (slices, the topology of each)
+    of a name that Topology takes: "v5e:2x4", or "2xv5e:2x4" for two slices; InputError for another
 Topology(name)
-    .name .generation .kind .device_ids .num_devices .hbm_bytes, .compile(); InputError for another
-    name; a context manager (.close())
+    .name .generation .slices .kind .device_ids .num_devices .hbm_bytes, .compile(); InputError for
+    another name; a context manager (.close())
 Topology.compile(module, effort) -> Program
     .memory, .cost, .optimized (bytes of the optimized HloModuleProto), .close()
 OutOfMemory(InputError)
@@ -182,6 +184,10 @@ def _topology_names() -> tuple[str, ...]:
 
 
 TOPOLOGIES = _topology_names()
+
+# Of which Cloud TPU joins several slices over the data-centre network, "Multislice":
+# docs.cloud.google.com/kubernetes-engine/docs/how-to/tpu-multislice leaves v3 out, and has no v2.
+SEVERAL_SLICES = ("v4", "v5e", "v5p", "v6e", "TPU7x")
 
 # xla.proto, ExecutionOptions.EffortLevel. 9 (level 0) compiles several times faster; its cycles are
 # meaningless.
@@ -366,30 +372,60 @@ def _library() -> pjrt.Library:
 # ---- topologies ----------------------------------------------------------------------------------
 
 
+def split_name(name: str) -> tuple[int, str]:
+    """Returns the number of slices of a topology, and the one of TOPOLOGIES that each of them is.
+
+    Args:
+        name: "v5e:2x4", "2xv5e:2x4" for two such slices; the generation in upper or lower case
+            ("tpu7x:2x2x1").
+    Raises:
+        InputError: it is no such name.
+    """
+    count, slice_name = 1, name
+    found = re.fullmatch(r"([1-9][0-9]{0,2})x(\D.*)", name, re.ASCII | re.IGNORECASE)
+    if found:
+        count = int(found[1])
+        slice_name = found[2]
+
+    by_lower_case = {known.lower(): known for known in TOPOLOGIES}
+    canonical = by_lower_case.get(slice_name.lower())
+    if canonical is None:
+        known = _known_topologies()
+        raise InputError(
+            f"topology {name!r} is not known; the known ones are: {known}; "
+            "several slices have their number before it, such as 2xv5e:2x4"
+        )
+    generation, _, _ = canonical.partition(":")
+    if count > 1 and generation not in SEVERAL_SLICES:
+        raise InputError(
+            f"topology {name!r} has {count} slices, and Cloud TPU joins slices of "
+            f"{', '.join(SEVERAL_SLICES)} only; give {canonical}, or another generation"
+        )
+    return count, canonical
+
+
 class Topology:
     """Chips that need not be there.
 
     Attributes:
-        name: one of TOPOLOGIES; it is given with its generation in upper or lower case
-            ("tpu7x:2x2x1").
+        name: one of TOPOLOGIES; of several slices their number before it, "2xv5e:2x4".
+        slices: how many there are, joined by the data-centre network.
         generation: a key of GENERATIONS, "v5e".
         kind: the library's name for a device, "TPU v5 lite".
-        device_ids: ascending, which is the order of torch_xla's meshes; num_devices is their
-            number.
+        device_ids: ascending, which is the order of torch_xla's meshes, one slice after the other;
+            num_devices is their number.
         hbm_bytes: usable memory per device.
     """
 
     def __init__(self, name: str):
-        by_lower_case = {known.lower(): known for known in TOPOLOGIES}
-        canonical = by_lower_case.get(name.lower())
-        if canonical is None:
-            known = _known_topologies()
-            raise InputError(f"topology {name!r} is not known; the known ones are: {known}")
-        self.name = canonical
-        self.generation, shape = canonical.split(":")
+        self.slices, slice_name = split_name(name)
+        self.name = slice_name
+        if self.slices > 1:
+            self.name = f"{self.slices}x{slice_name}"
+        self.generation, shape = slice_name.split(":")
         self.specification = GENERATIONS[self.generation]
         self.library = _library()
-        self.handle = self._create(shape)
+        self.handle = self._create(slice_name, shape)
 
         descriptions = self._device_descriptions()
         self.device_ids = sorted(self._device_id(description) for description in descriptions)
@@ -397,17 +433,19 @@ class Topology:
         self.kind = self._device_kind(descriptions[0])
         self.hbm_bytes = self._memory_limit(descriptions[0]) or self.specification.hbm_bytes
 
-    def _create(self, shape: str) -> int:
+    def _create(self, slice_name: str, shape: str) -> int:
         """Returns the handle of a new topology."""
-        options: dict[str, str | list[int]] = {}
+        options: dict[str, str | int | list[int]] = {}
         if set(shape.split("x")) == {"1"}:
             # Else a host has 2x2x1 chips, more than there are.
             options["chips_per_host_bounds"] = [1, 1, 1]
         if self.specification.chip_config:
             options["chip_config_name"] = self.specification.chip_config
+        if self.slices > 1:
+            options["num_slices"] = self.slices
         values, buffers = pjrt.encode_options(options)
 
-        name = self.name.encode()
+        name = slice_name.encode()
         arguments = pjrt.TopologyCreate(
             topology_name=name,
             topology_name_size=len(name),

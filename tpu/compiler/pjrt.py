@@ -439,7 +439,7 @@ def decode(address: int | None, size: int) -> str:
     return ctypes.string_at(address, size).decode(errors="replace")
 
 
-def encode_options(options: dict[str, str | list[int]]) -> tuple[ctypes.Array, list]:
+def encode_options(options: dict[str, str | int | list[int]]) -> tuple[ctypes.Array, list]:
     """Returns options as NamedValues, and the buffers that they point to: keep these until the call
     is over."""
     values = (NamedValue * len(options))()
@@ -450,6 +450,12 @@ def encode_options(options: dict[str, str | list[int]]) -> tuple[ctypes.Array, l
         value.struct_size = ctypes.sizeof(NamedValue)
         value.name = ctypes.addressof(name_buffer)
         value.name_size = len(name)
+
+        if isinstance(content, int):
+            value.type = INT64
+            value.value_size = 1
+            value.content.int64_value = content
+            continue
 
         value.value_size = len(content)
         if isinstance(content, str):

@@ -7,23 +7,26 @@ from tpu.compiler.libtpu import GIB
 def figures(
     staged: staging.Staged,
     program: libtpu.Program,
-    generation: libtpu.Generation,
+    topology: libtpu.Topology,
     effort: str,
     code: dict[str, bundles.Bundles] | None,
+    gradient_bytes: int = 0,
 ) -> dict:
     """Returns what the compiler says of a step; cycles only where they are meaningful, at effort
     "full".
 
     Args:
         code: the bundles of each operation by its name; None: they were not counted.
+        gradient_bytes: of all gradients of a train step's layers together; 0: it has none.
     """
+    generation = topology.specification
     module = hlo.parse(program.optimized)
     before = hlo.parse(staged.module)
     memory = program.memory
     cost = program.cost
     copies = analysis.copies(module)
     products = analysis.dots(before)
-    product_flops = analysis.product_flops(before, module.num_partitions or 1)
+    product_flops = analysis.product_flops(before, topology.num_devices)
     on_chip = analysis.on_chip_bytes(module)
     hbm_traffic = max(0, cost.bytes_accessed - on_chip)
 
@@ -58,6 +61,8 @@ def figures(
         "product_flops": sum(flops or 0 for flops in product_flops),
     }
 
+    if topology.slices > 1:
+        found["between_slices"] = _between_slices(module, topology, gradient_bytes)
     if effort == "full":
         cycles = analysis.entry_cycles(module)
         found["cycles"] = cycles.total
@@ -182,6 +187,47 @@ def _collectives(module: hlo.Module) -> dict[str, dict]:
     return found
 
 
+def _between_slices(module: hlo.Module, topology: libtpu.Topology, gradient_bytes: int) -> dict:
+    """Returns what a device sends to other slices in a step.
+
+    Returns:
+        slices
+        kinds: {kind: {"count", "bytes" that a device hands over, "largest"}}
+        bytes: of all kinds
+        least_sent: bytes that must leave the slice for it
+        bound: the least bytes of a train step: where the devices of a slice share the sum of their
+            gradients, each sends its share, in one all-reduce over the slices
+    Raises:
+        RuntimeError: the module is not that of one slice, so its groups may cross slices.
+    """
+    slices = topology.slices
+    per_slice = topology.num_devices // slices
+    if (module.num_partitions or 1) != per_slice:
+        raise RuntimeError(
+            f"libtpu made a program for {module.num_partitions} devices, and a slice has "
+            f"{per_slice}: which of its collectives are between slices is not known"
+        )
+
+    kinds: dict[str, dict] = {}
+    least_sent = 0.0
+    for each in analysis.between_slices(module):
+        entry = kinds.setdefault(each.kind, {"count": 0, "bytes": 0, "largest": 0})
+        entry["count"] += each.times
+        entry["bytes"] += each.bytes * each.times
+        entry["largest"] = max(entry["largest"], each.bytes)
+        least_sent += each.least_sent(slices)
+
+    share = gradient_bytes / per_slice
+    of_a_share = analysis.Transfer("all-reduce", share, times=1, name="gradients")
+    return {
+        "slices": slices,
+        "kinds": kinds,
+        "bytes": sum(entry["bytes"] for entry in kinds.values()),
+        "least_sent": round(least_sent),
+        "bound": round(of_a_share.least_sent(slices)),
+    }
+
+
 # ---- for people ----------------------------------------------------------------------------------
 
 
@@ -191,6 +237,8 @@ def describe(report: dict) -> str:
     if report["effort"] == "full":
         lines += _describe_cycles(report)
     lines += _describe_collectives(report)
+    if "between_slices" in report:
+        lines += _describe_between_slices(report["between_slices"])
 
     calls = []
     for name, count in sorted(report["custom_calls"].items()):
@@ -266,7 +314,8 @@ def _describe_cycles(report: dict) -> list[str]:
     estimate = f"estimate     {report['cycles'] / 1e6:.1f}M cycles"
     seconds = report["estimated_seconds"]
     if seconds:
-        generation, _, _ = report["topology"].partition(":")
+        _, slice_name = libtpu.split_name(report["topology"])
+        generation, _, _ = slice_name.partition(":")
         peak = libtpu.GENERATIONS[generation].peak_flops * report["devices"]
         mfu = report["product_flops"] / seconds / peak
         estimate += (
@@ -319,6 +368,27 @@ def _describe_collectives(report: dict) -> list[str]:
     if not lines:
         lines.append("collectives  none")
     return lines
+
+
+def _describe_between_slices(found: dict) -> list[str]:
+    """Returns a line for each kind of collective between slices, and what must be sent there; the
+    lines before are then of collectives within a slice."""
+    lines = []
+    for kind, entry in sorted(found["kinds"].items()):
+        amount = f"{entry['count']}, {entry['bytes'] / 1e6:.2f} MB per device"
+        lines.append(f"between {found['slices']} slices: {kind} {amount}")
+
+    total = (
+        f"between {found['slices']} slices, over the data-centre network: "
+        f"{found['bytes'] / 1e6:.2f} MB per device, handed over to the host, "
+        f"for which {found['least_sent'] / 1e6:.2f} MB must leave the slice"
+    )
+    if found["bound"]:
+        total += (
+            f"; one all-reduce of a device's share of the layers' gradients: "
+            f"{found['bound'] / 1e6:.2f} MB"
+        )
+    return [*lines, total]
 
 
 def _describe_longest(report: dict) -> list[str]:

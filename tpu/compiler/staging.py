@@ -60,11 +60,14 @@ class Staged:
     kept: int
 
 
-def setup(num_devices: int, kind: str, precision: str, safe_forms: bool = False) -> Mesh:
+def setup(
+    num_devices: int, kind: str, precision: str, safe_forms: bool = False, slices: int = 1
+) -> Mesh:
     """Returns a mesh of `num_devices` of this kind, on which `stage` traces.
 
-    The arguments are those of device.setup. The mesh's device is meta, where models, optimizers and
-    tables are created: memory and time do not depend on their size.
+    The arguments are those of device.setup, and the slices that the devices make up. The mesh's
+    device is meta, where models, optimizers and tables are created: memory and time do not depend
+    on their size.
 
     Raises:
         RuntimeError: this process has devices already.
@@ -99,6 +102,7 @@ def setup(num_devices: int, kind: str, precision: str, safe_forms: bool = False)
         precision=precision,
         strict=True,
         safe_forms=safe_forms,
+        slices=slices,
     )
 
 

@@ -217,6 +217,14 @@ class TpuVm:
             machine.state = "sick"
             about = node.get("healthDescription", "no description")
             problem = f"{health} ({about}); recreate it: {recreate}"
+        elif node.get("multisliceNode"):
+            # libtpu would wait for the others: the TPU's own metadata says how many there are.
+            machine.state = "sick"
+            problem = (
+                "one of several slices, which a queued resource with --node-count has joined, and a"
+                f" run of the launcher is on one; recreate it: {recreate} without --node-count, or"
+                " train on several slices on GKE, by tpu/jobset.yaml (docs/tpu.md)"
+            )
         elif not workers:
             machine.state = "later"
             problem = f"without a network endpoint: {wait}"
@@ -281,6 +289,11 @@ def choose(tpu: str, zone: str, project: str, flags: list[str]) -> TpuVm | SshHo
         return choose_hosts(tpu)
     if tpu == "local":
         raise InputError("TPU=local is this machine: run make train there without TPU=")
+    if "," in tpu:
+        raise InputError(
+            f"TPU={tpu} names several TPUs, and a run of the launcher is on one: give one; several"
+            " slices train together on GKE, by tpu/jobset.yaml with replicas (docs/tpu.md)"
+        )
     if not re.fullmatch(r"[a-z]([-a-z0-9]*[a-z0-9])?", tpu):
         raise InputError(
             f"TPU={tpu} is not the name of a TPU VM (small letters, digits, hyphens), nor"

@@ -349,6 +349,11 @@ def read_environment(assignments: str, names: list[str]) -> dict[str, str]:
         name, equals, value = word.partition("=")
         if not equals or not re.fullmatch(VARIABLE, name):
             raise InputError(f"{word} in ENV is not an assignment; {example}")
+        if name.startswith("MEGASCALE_"):
+            raise InputError(
+                f"{name} in ENV would be the same on all workers, and joins several slices: a run"
+                " of the launcher is on one; leave it out, or use tpu/jobset.yaml (docs/tpu.md)"
+            )
         if is_secret_name(name):
             remedy = "it travels by itself" if name in SECRETS else f"give --secret {name}"
             raise InputError(

@@ -57,6 +57,9 @@ class Mesh:
     local_devices: tuple[int, ...] = ()
     # Whether steps avoid the operations that libtpu compiles only with flags, see docs/tpu.md.
     safe_forms: bool = False
+    # How many slices the devices make up, which are joined by the data-centre network only. Devices
+    # are numbered slice by slice.
+    slices: int = 1
     # How a model's layers are split over the devices: a LayerSharding of train/common/sharding.
     # None: a run without a Layout, where every device has the whole model.
     layers: Any = None
@@ -65,6 +68,11 @@ class Mesh:
     def main_process(self) -> bool:
         """True on the one host that prints and writes."""
         return self.process_index == 0
+
+    @property
+    def devices_per_slice(self) -> int:
+        """Devices that reach each other without the data-centre network."""
+        return self.num_devices // self.slices
 
     @property
     def compiles(self) -> bool:

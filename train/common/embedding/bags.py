@@ -44,7 +44,12 @@ from errors import InputError
 from train.common import device
 from train.common.embedding import exchange, pieces
 from train.common.embedding.devices import OneDevice, TableDevices
-from train.common.embedding.memory import ARRAYS, choose_plans, device_bytes_for_tables
+from train.common.embedding.memory import (
+    ARRAYS,
+    choose_plans,
+    device_bytes_for_tables,
+    devices_of_a_copy,
+)
 from train.common.embedding.optimizers import Optimizer
 from train.common.embedding.plan import TableArray
 from train.common.embedding.tables import Table, check_tables
@@ -81,7 +86,8 @@ class ShardedEmbeddingBags(nn.Module):
         dim: columns of every table.
         optimizer: SGD, RowWiseAdagrad, Adagrad or LazyAdam.
         lr: learning rate; `device.set_lr(embeddings, lr)` changes it.
-        model_devices: devices that share a copy of the tables; 0: all.
+        model_devices: devices that share a copy of the tables; 0: all, but on two slices see
+            `memory.devices_of_a_copy`.
         room: capacity factors of plan "exchange": of the slots for the ids of a pair of devices,
             and of the rows that a device updates in a step. 1 is enough for ids that are all
             distinct, see exchange.py.
@@ -113,10 +119,12 @@ class ShardedEmbeddingBags(nn.Module):
         self.mesh = mesh
         self.optimizer = optimizer
         self.room = room
-        group_size = model_devices or mesh.num_devices
         check_tables(self.tables)
-        self.devices = _table_devices(mesh, group_size)
         device_bytes = device_bytes or device_bytes_for_tables(mesh)
+        group_size = model_devices
+        if not group_size:
+            group_size = devices_of_a_copy(self.tables, dim, mesh, optimizer, device_bytes)
+        self.devices = _table_devices(mesh, group_size)
         self.plans = choose_plans(self.tables, dim, group_size, optimizer, device_bytes)
         self.param_groups = [{"lr": torch.tensor(lr, dtype=torch.float32).to(mesh.device)}]
         self.step_count = self.devices.replicated(torch.zeros(()))

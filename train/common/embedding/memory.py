@@ -71,6 +71,27 @@ def choose_plans(
     return tuple(plans)
 
 
+def devices_of_a_copy(
+    tables: Sequence[Table], dim: int, mesh: Mesh, optimizer: Optimizer, device_bytes: float
+) -> int:
+    """Returns how many devices share a copy of the tables where none are given: all.
+
+    On two slices those of one, if the tables fit: a slice then sends the gradients of its rows to
+    the other, which is less than what an exchange over both sends there. On more slices it would be
+    more (docs/embeddings.md).
+
+    Args:
+        device_bytes: memory of each for tables and their optimizer state.
+    """
+    if mesh.slices != 2:
+        return mesh.num_devices
+    try:
+        choose_plans(tables, dim, mesh.devices_per_slice, optimizer, device_bytes)
+    except InputError:
+        return mesh.num_devices
+    return mesh.devices_per_slice
+
+
 def _what_would_fit(
     tables: Sequence[Table],
     plans: Sequence[str],

@@ -2,6 +2,7 @@
 
 import math
 import re
+import sys
 from dataclasses import replace
 from typing import Any
 
@@ -42,6 +43,9 @@ def arranged(mesh: Mesh, layout: Layout) -> Mesh:
     "model", the mesh gets the axes of the layout, but not on a pod. Where nothing is split (--remat
     alone, or on one device), it keeps its axis, too.
 
+    On several slices a state that is split has a copy for each, so that slices send each other
+    gradients only.
+
     Raises:
         InputError: the flags do not fit the devices, or each other.
     """
@@ -50,8 +54,9 @@ def arranged(mesh: Mesh, layout: Layout) -> Mesh:
     if not mesh.compiles:
         _check_one_device(mesh, layout)
 
-    axes = parse(layout.mesh or _default(mesh.num_devices, layout), mesh.num_devices)
+    axes = parse(layout.mesh or _default(mesh, layout), mesh.num_devices)
     _check_shards(mesh, layout, axes)
+    _check_slices(mesh, layout, axes)
     layers = LayerSharding(layout, axes, mesh.spmd)
     if not layers.spreads:
         return replace(mesh, layers=layers)
@@ -80,26 +85,56 @@ def _check_one_device(mesh: Mesh, layout: Layout) -> None:
 
 
 def _check_shards(mesh: Mesh, layout: Layout, axes: dict[str, int]) -> None:
-    """Raises InputError where --mesh has one device of "data", over which --shard-state cuts."""
+    """Raises InputError where there is one device of "data", over which --shard-state cuts."""
     cuts_state = layout.shard_state != "none"
-    if layout.mesh and cuts_state and axes["data"] == 1 and mesh.num_devices > 1:
+    if cuts_state and axes["data"] == 1 and mesh.num_devices > 1:
+        what = f"--mesh {layout.mesh}" if layout.mesh else "each slice"
         raise InputError(
-            f"--shard-state {layout.shard_state} cuts a state over data, "
-            f"of which --mesh {layout.mesh} has one: "
+            f"--shard-state {layout.shard_state} cuts a state over data, of which {what} has one: "
             "give more of data, or leave --shard-state out"
         )
 
 
-def _default(devices: int, layout: Layout) -> str:
+def _check_slices(mesh: Mesh, layout: Layout, axes: dict[str, int]) -> None:
+    """Looks at what --mesh makes several slices send each other in every layer.
+
+    Neighbours of "model" follow each other in the list of devices, then those of "data", and slices
+    do, too. So a group of either lies within a slice where its size divides the slice's.
+
+    Raises:
+        InputError: devices of different slices would share a layer.
+    """
+    per_slice = mesh.devices_per_slice
+    if per_slice % axes["model"]:
+        raise InputError(
+            f"--mesh {layout.mesh} has model={axes['model']}, and a slice has {per_slice} devices: "
+            "the activations of every layer would travel over the data-centre network; "
+            f"give model=n for an n that divides {per_slice}"
+        )
+
+    of_a_state = axes["data"] * axes["model"]
+    if per_slice % of_a_state and layout.shard_state != "none" and mesh.main_process:
+        print(
+            f"warning: --mesh {layout.mesh} cuts a state over {of_a_state} devices, "
+            f"and a slice has {per_slice}: every step gathers it over the data-centre network; "
+            "with a copy for each slice (copies, the default) only gradients travel there",
+            file=sys.stderr,
+            flush=True,
+        )
+
+
+def _default(mesh: Mesh, layout: Layout) -> str:
     """Returns the --mesh of a layout that gives none: without "model", in the form of the flag.
 
-    A state is split over MOST_SHARDS devices at most. Among more devices, each such group of
-    "data" holds a copy of it: hybrid sharding (Zhao et al. 2023, section 3.2.2).
+    A state is split within a slice, over MOST_SHARDS devices at most. Of more devices, each such
+    group of "data" holds a copy of it: hybrid sharding (Zhao et al. 2023, section 3.2.2).
     """
-    shards = devices
-    if layout.shard_state != "none" and devices > MOST_SHARDS:
-        shards = math.gcd(devices, MOST_SHARDS)
-    return f"copies={devices // shards},data={shards}"
+    shards = mesh.num_devices
+    if layout.shard_state != "none":
+        shards = mesh.devices_per_slice
+        if shards > MOST_SHARDS:
+            shards = math.gcd(shards, MOST_SHARDS)
+    return f"copies={mesh.num_devices // shards},data={shards}"
 
 
 def parse(text: str, devices: int) -> dict[str, int]:

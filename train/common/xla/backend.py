@@ -24,6 +24,7 @@ import torch_xla.runtime as xr
 from torch import Tensor
 from torch_xla import backends
 
+from errors import InputError
 from train.common import hooks, progress
 from train.common.mesh import GraphError, Mesh
 from train.common.xla import replay
@@ -180,22 +181,67 @@ def setup(precision: str, strict: bool, kind: str, vmem_kib: int, safe_forms: bo
 
     num_devices = xr.global_runtime_device_count()
     hosts = xr.process_count()
-    attributes = xr.global_runtime_device_attributes()[0] if hardware == "TPU" else {}
+    attributes = _device_attributes() if hardware == "TPU" else [{}] * num_devices
     mesh = Mesh(
         device=torch_xla.device(),
         spmd=xs.Mesh(np.arange(num_devices), (num_devices,), ("data",)),
         num_devices=num_devices,
         process_index=xr.process_index(),
         process_count=hosts,
-        kind=str(attributes.get("device_kind", hardware)),
+        kind=str(attributes[0].get("device_kind", hardware)),
         precision=precision,
         strict=strict,
         safe_forms=safe_forms,
         local_devices=_local_devices() if hosts > 1 else (),
+        slices=count_slices(attributes),
     )
     if hosts > 1:
         _check_places(mesh)
     return mesh
+
+
+def _device_attributes() -> list[dict[str, Any]]:
+    """Returns what the runtime says of each device, by the device's index in the mesh."""
+
+    def index(attributes: dict[str, Any]) -> int:
+        return int(attributes["name"].split(":")[1])  # "TPU:4" is the fifth device of the mesh
+
+    return sorted(xr.global_runtime_device_attributes(), key=index)
+
+
+def count_slices(attributes: list[dict[str, Any]]) -> int:
+    """Returns how many slices the devices of a mesh make up.
+
+    The runtime gives each device of several slices its "slice_index". What is no TPU pretends to be
+    as many slices as MEGASCALE_NUM_SLICES says, which on TPUs libtpu reads.
+
+    Args:
+        attributes: of each device, in the mesh's order.
+    Raises:
+        InputError: MEGASCALE_NUM_SLICES does not divide the devices.
+        RuntimeError: devices of a slice do not follow each other, as all that is split assumes.
+    """
+    indices = [each["slice_index"] for each in attributes if "slice_index" in each]
+    if not indices and not attributes[0]:
+        return _pretended_slices(len(attributes))
+
+    slices = len(set(indices)) or 1
+    per_slice = len(attributes) // slices
+    expected = [first for first in indices[::per_slice] for _ in range(per_slice)]
+    if indices != expected:
+        raise RuntimeError(f"devices are not numbered slice by slice: theirs are {indices}")
+    return slices
+
+
+def _pretended_slices(devices: int) -> int:
+    """Returns the slices that devices pretend to be which are no TPUs."""
+    given = os.environ.get("MEGASCALE_NUM_SLICES", "1")
+    if not given.isascii() or not given.isdigit() or int(given) < 1 or devices % int(given):
+        raise InputError(
+            f"MEGASCALE_NUM_SLICES is {given}, and there are {devices} devices: "
+            "give a divisor of them, or unset it"
+        )
+    return int(given)
 
 
 def _local_devices() -> tuple[int, ...]:
