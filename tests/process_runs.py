@@ -1,6 +1,6 @@
 """Trains small runs in several processes of plain PyTorch, with real collectives.
 
-    python process_runs.py FOLDER "COUNT RUN..." "COUNT RUN..."
+    process_runs.main(FOLDER, ["COUNT RUN...", "COUNT RUN..."])
 
 Each group of COUNT processes trains its runs one after the other. They are forks of this process,
 which has the imports, with the variables that torchrun sets. The metrics of a run, or the exit code
@@ -20,10 +20,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-# As if they were not installed.
-sys.modules["torch_xla"] = None
-sys.modules["libtpu"] = None
-
 import torch
 import torch.nn.functional as F
 from eager_runs import without_dropout
@@ -39,7 +35,7 @@ SHORT = {"log_every": 1}
 GLUE = {**SHORT, "lengths": (32,), "epochs": 4, "eval_every": 6}
 # Script and changes of its preset tiny. A run of another number of processes has the same.
 RUNS = {
-    # The third batch of an epoch, its last, has 16 examples, all of them of the first of two processes.
+    # The last batch of an epoch has 16 examples, all of them of the first of two processes.
     "glue": ("glue", GLUE),
     "glue-accumulated": ("glue", {**GLUE, "update_every": 2}),
     "resnet50": (
@@ -274,7 +270,3 @@ def main(folder: str, groups: list[str]) -> None:
             is_killed = os.WIFSIGNALED(status) and "die" in runs
             failed = failed or (status != 0 and not is_killed)
     sys.exit(failed)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2:])

@@ -42,21 +42,21 @@ def start(count: int, command: Sequence[str]) -> list[subprocess.Popen]:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
 
-    shared = {
+    environment = {
+        "OMP_NUM_THREADS": str(max(os.cpu_count() // count, 1)),
+        **os.environ,
         "WORLD_SIZE": str(count),
+        "LOCAL_WORLD_SIZE": str(count),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
-        "OMP_NUM_THREADS": str(max(os.cpu_count() // count, 1)),
     }
     # A process has its own session: a terminal's Ctrl-C reaches it once, handed on by this one.
     processes = []
     for index in range(count):
         own = {"RANK": str(index), "LOCAL_RANK": str(index)}
-        environment = {**shared, **os.environ, **own}
-        environment |= {name: shared[name] for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
         process = subprocess.Popen(
             [sys.executable, "-m", *command],
-            env=environment,
+            env=environment | own,
             start_new_session=True,
             preexec_fn=_end_with_this_process,
         )
@@ -96,7 +96,8 @@ def wait(processes: Sequence[subprocess.Popen]) -> int:
             _signal(processes, signal.SIGKILL)
         time.sleep(0.1)
 
-    failure = failure or next((process.returncode for process in processes if process.returncode), 0)
+    for process in processes:  # those that have ended since the last look
+        failure = failure or process.returncode
     return 128 - failure if failure < 0 else failure  # as a shell says of a signal
 
 
