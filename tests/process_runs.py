@@ -42,6 +42,10 @@ RUNS = {
         "resnet50",
         {**SHORT, "epochs": 1, "warmup_epochs": 0.5, "lr": 0.01, "norm_groups": 4},
     ),
+    "resnet50-one-group": (
+        "resnet50",
+        {**SHORT, "epochs": 1, "warmup_epochs": 0.5, "lr": 0.01, "norm_groups": 1},
+    ),
     "squad": ("squad", {**SHORT, "epochs": 0.1}),
     "tagging": ("tagging", {**SHORT, "epochs": 0.15, "lengths": (32,)}),
     "tagging-accumulated": ("tagging", {**SHORT, "epochs": 0.15, "update_every": 2}),
@@ -186,7 +190,7 @@ def refuse(folder: str) -> dict[str, str]:
     said = {}
     changes_of = {
         "glue": {"layout": Layout(shard_state="full")},
-        "resnet50": {"norm_groups": 1},
+        "resnet50": {"norm_groups": 3, "batch_size": 96},
     }
     for run, changes in changes_of.items():
         main, config = config_of(run, folder, "refused")

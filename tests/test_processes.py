@@ -28,11 +28,12 @@ process_runs.main(sys.argv[1], sys.argv[2:])
 # Sums are taken in another order: 1e-7 in a loss. Updates make more of it, most of them Adam's and
 # batch norm's, which divide by numbers near 0.
 ROUNDING = 2e-5
-ROUNDING_OF = {"resnet50": 1e-4}
+ROUNDING_OF = {"resnet50": 1e-4, "resnet50-one-group": 1e-4}
 FEW = ("glue", "resnet50")
 ALL = (
     *FEW,
     "glue-accumulated",
+    "resnet50-one-group",
     "squad",
     "tagging",
     "tagging-accumulated",
@@ -146,7 +147,7 @@ def test_what_processes_cannot_have_is_refused_by_all(few):
     first, second = few.found("refuse")
     assert first == second
     assert "--shard-state is full, but with --device cpu each process" in first["glue"]
-    assert "--norm-groups is 1, of more images than one of 2 processes" in first["resnet50"]
+    assert "--norm-groups is 3; it must be 1 or a multiple of 2 devices" in first["resnet50"]
 
 
 # ---- without processes ---------------------------------------------------------------------------
