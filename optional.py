@@ -207,7 +207,7 @@ PARTS = (
     ),
     Part(
         name="eager",
-        modules=("train.common.eager",),
+        modules=("train.common.eager", "train.common.start_processes"),
         given=("DEVICE=cpu", "DEVICE=cuda"),
         needed_by="--device cpu or cuda",
         gives="plain PyTorch, on the CPU or a GPU (`--device cpu`, `--device cuda`)",
