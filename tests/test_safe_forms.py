@@ -510,7 +510,7 @@ def test_an_error_of_the_version_besides_is_not_the_reports(error, said, two_ver
         return MagicMock()
 
     monkeypatch.setattr(compiling.apart, "compile", compiles)
-    topology = MagicMock(generation="v5e", num_devices=1, hbm_bytes=2)
+    topology = MagicMock(generation="v5e", num_devices=1, slices=1, hbm_bytes=2)
     topology.name = "v5e:1x1"
     job = compiling.Job(model="dlrm", preset="kaggle", task="", flags=(), batch=8)
 

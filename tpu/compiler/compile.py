@@ -213,7 +213,7 @@ def compile_step(
 
         counted = bundles.read(code) if code else None
         gradients = 0
-        if job.program == "train":
+        if job.program == "train" and topology.slices > 1:
             gradients = _gradient_bytes(step, mesh.precision)
         figures = report.figures(staged, program, topology, effort, counted, gradients)
         if occupied(figures) > topology.hbm_bytes:

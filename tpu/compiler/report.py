@@ -17,7 +17,8 @@ def figures(
 
     Args:
         code: the bundles of each operation by its name; None: they were not counted.
-        gradient_bytes: of all gradients of a train step's layers together; 0: it has none.
+        gradient_bytes: of all gradients of a train step's layers together, where there are several
+            slices; 0: it has none.
     """
     generation = topology.specification
     module = hlo.parse(program.optimized)
