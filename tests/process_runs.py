@@ -135,8 +135,16 @@ def compare_with_ddp(folder: str) -> dict[str, Any]:
             if one.grad is not None:  # DDP gives zeros to what is not used
                 are_equal = are_equal and torch.equal(one.grad, other.grad)
 
+    # Of two micro-batches the second averages the sum of both.
+    gradients = []
+    for is_accumulating in (True, False):
+        with device.accumulating(is_accumulating):
+            ours(x).sum().backward()
+        gradients.append(ours.last.weight.grad.sum().item())
+
     device.seed_step(1, 2)
     return {
+        "accumulated": gradients,
         "equal": are_equal,
         "unused": ours.unused.weight.grad is None,
         "norm": ours.norm.running_mean.tolist(),
