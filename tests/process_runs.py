@@ -135,11 +135,21 @@ def compare_with_ddp(folder: str) -> dict[str, Any]:
             if one.grad is not None:  # DDP gives zeros to what is not used
                 are_equal = are_equal and torch.equal(one.grad, other.grad)
 
+    statistics = ours.norm.running_mean.tolist()
+
+    # Of two micro-batches the second averages the sum of both.
+    gradients = []
+    for is_accumulating in (True, False):
+        with device.accumulating(is_accumulating):
+            ours(x).square().sum().backward()
+        gradients.append(ours.last.weight.grad.sum().item())
+
     device.seed_step(1, 2)
     return {
+        "accumulated": gradients,
         "equal": are_equal,
         "unused": ours.unused.weight.grad is None,
-        "norm": ours.norm.running_mean.tolist(),
+        "norm": statistics,
         "own norm": theirs.norm.running_mean.tolist(),
         "drawn": torch.rand(1).item(),
         "names": list(ours.state_dict()) == list(theirs.state_dict()),

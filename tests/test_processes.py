@@ -111,6 +111,14 @@ def test_gradients_are_those_of_distributed_data_parallel(few):
         assert found["names"]  # of the state
 
 
+def test_gradients_of_micro_batches_are_averaged_once(few):
+    (first, first_mean), (second, second_mean) = (
+        found["accumulated"] for found in few.found("ddp")
+    )
+    assert first != second
+    assert first_mean == second_mean
+
+
 def test_running_statistics_are_the_mean_of_all_processes(few):
     first, second = few.found("ddp")
     assert first["norm"] == second["norm"]
