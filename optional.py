@@ -207,7 +207,9 @@ PARTS = (
     ),
     Part(
         name="eager",
-        modules=("train.common.eager",),
+        modules=("train.common.eager", "train.common.embedding.process_devices"),
+        entry="train.common.eager",
+        whole=False,
         given=("DEVICE=cpu", "DEVICE=cuda"),
         needed_by="--device cpu or cuda",
         gives="plain PyTorch, on the CPU or a GPU (`--device cpu`, `--device cuda`)",
