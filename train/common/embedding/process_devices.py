@@ -2,8 +2,8 @@
 says what each method does.
 
 A tensor is always what this process has of it: its rows of a batch, its part of a table. So to
-enter and to leave a region changes nothing. Collectives are those of torch.distributed, which
-eager.py has initialized: gloo between CPUs, NCCL between GPUs.
+enter and to leave a region changes nothing. The processes are those of processes.py; gloo's
+collectives move tensors between CPUs, NCCL's between GPUs.
 
 Every process calls them in the same order, with the same shapes. Each then has the same bits of a
 sum, and so of every table that it holds a copy of: both libraries add each part of a tensor up in
@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
+from train.common import processes
 from train.common.embedding.devices import LocalPart, OneDevice, Spec
 from train.common.mesh import Mesh
 
@@ -62,23 +63,28 @@ class ProcessDevices(OneDevice):
 
     def shard(self, tensor: Tensor, spec: Spec) -> Tensor:
         if spec[0] is None:
-            return _all_gather(tensor, dist.group.WORLD)
+            return processes.gather_rows(tensor)
         return tensor
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         total = tensor.clone()
-        dist.all_reduce(total)
+        with processes.meeting():
+            dist.all_reduce(total)
         return total
 
     def all_to_all(self, tensor: Tensor) -> Tensor:
         received = torch.empty_like(tensor, memory_format=torch.contiguous_format)
-        dist.all_to_all_single(received, tensor.contiguous(), group=self.group)
+        with processes.meeting():
+            dist.all_to_all_single(received, tensor.contiguous(), group=self.group)
         return received
 
     def gather_copies(self, tensor: Tensor) -> Tensor:
         if self.copies == 1:
             return tensor
-        return _all_gather(tensor, self.copies_group)
+        gathered = tensor.new_empty(self.copies * tensor.shape[0], *tensor.shape[1:])
+        with processes.meeting():
+            dist.all_gather_into_tensor(gathered, tensor.contiguous(), group=self.copies_group)
+        return gathered
 
     # ---- checkpoints
 
@@ -86,11 +92,3 @@ class ProcessDevices(OneDevice):
         if spec[0] is None:  # every process has a copy of it
             return [LocalPart(copy=self.mesh.process_index, index=0)]
         return [LocalPart(self.copy, self.index)]
-
-
-def _all_gather(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Concatenates the tensors [n, …] of a group's processes, in their order."""
-    shape = (tensor.shape[0] * dist.get_world_size(group), *tensor.shape[1:])
-    gathered = torch.empty(shape, dtype=tensor.dtype, device=tensor.device)
-    dist.all_gather_into_tensor(gathered, tensor.contiguous(), group=group)
-    return gathered
