@@ -5,16 +5,20 @@ tests/test_embedding_processes.py starts it: python embedding_processes.py FOLDE
     2:train          two processes train each of CASES and of SHORTAGES; process 0 writes what it
                      has found to FOLDER/<case>-2-0.pt, process 1 to FOLDER/<case>-2-1.pt
     2:restore:a:b    two processes restore the checkpoint FOLDER/a, and save it as FOLDER/b
+    2:dlrm:run       two processes train a small DLRM, FOLDER/runs/run, or resume it; its metrics
+                     are in FOLDER/run-2-0.pt and FOLDER/run-2-1.pt
+    2:stop:run       the same until a crash in step STOP
 """
 
+import importlib
 import os
+import socket
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
-import torch.distributed as dist
 from embedding_helpers import (
     EXCHANGED,
     LR,
@@ -32,8 +36,10 @@ from embedding_helpers import (
     train_step,
     with_room,
 )
+from helpers import crash, stop_at
 
 from errors import InputError
+from train import dlrm
 from train.common import device
 from train.common.mesh import Mesh
 
@@ -65,6 +71,8 @@ GROUPS = {
     "groups, row-wise Adagrad": Case("mixed", "rowwise_adagrad", model_devices=2),
     "groups, lazy Adam": Case("exchange", "lazy_adam", model_devices=2),
 }
+STEPS = 16  # of DLRM
+STOP = 10
 
 
 def train(mesh: Mesh, case: Case) -> dict:
@@ -108,14 +116,44 @@ def overflow(mesh: Mesh, room: tuple[float, float]) -> dict:
     return found
 
 
+def train_dlrm(folder: str, name: str, stops: bool) -> dict | None:
+    """Trains a run, or resumes it; returns its metrics, None where it stops."""
+    dlrm.SYNTHETIC_TRAIN = STEPS * dlrm.TINY.batch_size
+    dlrm.SYNTHETIC_EVAL = 1000
+    # Four of its tables are copied, four exchanged.
+    config = replace(dlrm.TINY, device="cpu", runs=f"{folder}/runs", name=name)
+    config = replace(config, log_every=1, save_every=4)
+    if stops:
+        stop_at(STOP, crash, dlrm.main, config)
+        return None
+    return dlrm.main(config)
+
+
+def restore_and_save(mesh: Mesh, folder: str, before: str, after: str) -> None:
+    """Restores a checkpoint into tables that hold other numbers, and saves them."""
+    embeddings = make(mesh, "mixed", "rowwise_adagrad", seed=1)
+    step = restore(f"{folder}/{before}", embeddings, mesh)
+    save(f"{folder}/{after}", embeddings, mesh, step)
+
+
 def work(mesh: Mesh, folder: str, job: str, *names: str) -> None:
     """Does a job in this process."""
     if job == "restore":
-        embeddings = make(mesh, "mixed", "rowwise_adagrad", seed=1)
-        step = restore(f"{folder}/{names[0]}", embeddings, mesh)
-        save(f"{folder}/{names[1]}", embeddings, mesh, step)
+        restore_and_save(mesh, folder, *names)
         return
 
+    results = {}
+    if job in ("dlrm", "stop"):
+        (name,) = names
+        results[name] = partial(train_dlrm, folder, name, stops=job == "stop")
+    else:
+        results = training(mesh)
+    for name, result in results.items():
+        torch.save(result(), f"{folder}/{name}-{mesh.num_devices}-{mesh.process_index}.pt")
+
+
+def training(mesh: Mesh) -> dict[str, Callable]:
+    """Returns what gives each result of "train"."""
     results = {}
     for name, case in {**CASES, **GROUPS}.items():
         if name in CASES or mesh.num_devices != 2:
@@ -123,42 +161,44 @@ def work(mesh: Mesh, folder: str, job: str, *names: str) -> None:
     for name, shortage in SHORTAGES.items():
         results[name] = partial(overflow, mesh, shortage.room)
     results["enough"] = partial(overflow, mesh, (1.0, 1.0))
-    for name, result in results.items():
-        torch.save(result(), f"{folder}/{name}-{mesh.num_devices}-{mesh.process_index}.pt")
+    return results
 
 
-def run(folder: str, number: int, count: int, job: str, *names: str) -> None:
-    """Is process `number` of `count` that do a job."""
-    device.choose_backend("cpu")
+def be_process(number: int, count: int, port: int, folder: str, job: str, *names: str) -> None:
+    """Does a job as process `number` of `count`, with the variables that torchrun sets."""
     if count > 1:
-        meeting = f"file://{folder}/{'-'.join([str(count), job, *names])}"
-        dist.init_process_group("gloo", init_method=meeting, rank=number, world_size=count)
-    mesh = Mesh(
-        device=torch.device("cpu"),
-        spmd=None,
-        num_devices=count,
-        process_index=number,
-        process_count=count,
-        kind="CPU",
-        precision="float32",
-        strict=True,
-    )
-    work(mesh, folder, job, *names)
-    if count > 1:
-        dist.destroy_process_group()
+        os.environ |= {
+            "RANK": str(number),
+            "LOCAL_RANK": str(number),
+            "WORLD_SIZE": str(count),
+            "LOCAL_WORLD_SIZE": str(count),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+        }
+    work(device.setup(0, "float32", kind="cpu"), folder, job, *names)
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
 
 
 def main(folder: str, jobs: list[str]) -> None:
     """Does the jobs one after the other, each in new processes."""
     sys.modules["torch_xla"] = None  # as if it were not installed
+    if any("dlrm" in job for job in jobs):  # so that its processes need not import them
+        importlib.import_module("sklearn.metrics")
+        importlib.import_module("torchrec")
     for job in jobs:
         count, *names = job.split(":")
-        # Forked, since the import of torch takes seconds; nothing has started a thread yet.
+        # Forked, since imports take seconds; nothing has started a thread yet.
+        port = free_port()
         started = []
         for number in range(int(count)):
             child = os.fork()
             if child == 0:
-                run(folder, number, int(count), *names)
+                be_process(number, int(count), port, folder, *names)
                 sys.exit(0)
             started.append(child)
         for child in started:

@@ -4,7 +4,7 @@ those on one device: look-ups, losses, updates, checkpoints.
 embedding_processes.py is what the processes do.
 """
 
-import os
+import json
 import subprocess
 import sys
 from functools import partial
@@ -27,8 +27,8 @@ from embedding_helpers import (
     whole,
     with_room,
 )
-from embedding_processes import CASES, GROUPS
-from helpers import equal
+from embedding_processes import CASES, GROUPS, STEPS
+from helpers import environment, equal, exported, losses, records
 
 from bench import embedding as bench
 from errors import InputError
@@ -49,8 +49,8 @@ def do(tmp_path_factory):
         waiting = [job for job in jobs if job not in done]
         if waiting:
             command = [sys.executable, "embedding_processes.py", str(folder), *waiting]
-            environment = os.environ | {"PYTHONPATH": str(TESTS.parent)}
-            subprocess.run(command, cwd=TESTS, env=environment, check=True, timeout=300)
+            variables = environment(1, PYTHONPATH=str(TESTS.parent))
+            subprocess.run(command, cwd=TESTS, env=variables, check=True, timeout=600)
             done.update(waiting)
         return folder
 
@@ -230,3 +230,59 @@ def test_checkpoints_pass_from_two_processes_to_four(do, mesh, saved):
     do("1:restore:four:quarter", "4:restore:xla:pod")
     for name in ("four", "half", "quarter", "pod"):
         assert_restores(mesh, folder / name, saved)
+
+
+# DLRM
+
+
+@pytest.fixture(scope="module")
+def dlrm(do):
+    """Returns the folder of a run, and the metrics of its processes: "one", on one process; "two",
+    on two; "resumed", on two that crash and resume."""
+    folder = do("1:dlrm:one", "2:dlrm:two", "2:stop:resumed", "2:dlrm:resumed")
+
+    def read(name: str, count: int) -> tuple[Path, list[dict]]:
+        metrics = [torch.load(folder / f"{name}-{count}-{number}.pt") for number in range(count)]
+        return folder / "runs" / name, metrics
+
+    return read
+
+
+# Of a loss after some updates of Adam, which divides by numbers near 0.
+ROUNDING = 2e-5
+
+
+def assert_run_alike(found: tuple[Path, list[dict]], expected: tuple[Path, list[dict]]) -> None:
+    folder, metrics = found
+    expected_folder, (expected_metrics,) = expected
+    of_steps = losses(expected_folder)
+    assert len(of_steps) == STEPS
+    assert max(of_steps) - min(of_steps) > 0.05
+    assert losses(folder) == pytest.approx(of_steps, rel=ROUNDING)
+    for of_process in metrics:
+        assert of_process == pytest.approx(expected_metrics, rel=ROUNDING)
+
+    weights = exported(folder)
+    expected_weights = exported(expected_folder)
+    assert weights.keys() == expected_weights.keys()
+    for name, weight in weights.items():
+        torch.testing.assert_close(weight, expected_weights[name], rtol=0, atol=2e-5)
+
+
+def test_dlrm_on_two_processes_trains_as_on_one(dlrm):
+    assert_run_alike(dlrm("two", 2), dlrm("one", 1))
+
+
+def test_dlrm_on_two_processes_resumes_exactly(dlrm):
+    folder, metrics = dlrm("resumed", 2)
+    straight, expected = dlrm("two", 2)
+    assert len(json.loads((folder / "config.json").read_text())["starts"]) == 2
+    assert records(folder) == records(straight)
+    assert metrics == expected
+    assert equal(exported(folder), exported(straight))
+
+
+@slow
+def test_dlrm_of_two_processes_resumes_on_one(do, dlrm):
+    do("2:stop:fewer", "1:dlrm:fewer")
+    assert_run_alike(dlrm("fewer", 1), dlrm("one", 1))
