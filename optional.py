@@ -207,14 +207,20 @@ PARTS = (
     ),
     Part(
         name="eager",
-        modules=("train.common.eager", "train.common.embedding.process_devices"),
-        entry="train.common.eager",
-        whole=False,
+        modules=("train.common.eager", "train.common.start_processes"),
         given=("DEVICE=cpu", "DEVICE=cuda"),
         needed_by="--device cpu or cuda",
         gives="plain PyTorch, on the CPU or a GPU (`--device cpu`, `--device cuda`)",
         missing=NO_DEVICE,
         foreign=True,
+    ),
+    Part(
+        name="process_devices",
+        modules=("train.common.embedding.process_devices",),
+        given=("DEVICE=cpu", "DEVICE=cuda"),
+        of=("MODEL=dlrm",),
+        needed_by="--device cpu or cuda on several processes",
+        missing=NO_DEVICE,
     ),
     # What no copy has.
     Part(
