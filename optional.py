@@ -214,6 +214,14 @@ PARTS = (
         missing=NO_DEVICE,
         foreign=True,
     ),
+    Part(
+        name="process_devices",
+        modules=("train.common.embedding.process_devices",),
+        given=("DEVICE=cpu", "DEVICE=cuda"),
+        of=("MODEL=dlrm",),
+        needed_by="--device cpu or cuda on several processes",
+        missing=NO_DEVICE,
+    ),
     # What no copy has.
     Part(
         name="wandb",

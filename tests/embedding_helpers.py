@@ -11,14 +11,13 @@ or lost gradient does: rows move by 0.005 to 0.2.
 import dataclasses
 import zlib
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-import torch_xla
-import torch_xla.distributed.spmd as xs
 from helpers import on_mesh, update
 from torch import Tensor, nn, optim
 
@@ -28,6 +27,7 @@ from train.common import device
 from train.common.checkpoint import Checkpointer
 from train.common.embedding import (
     OPTIMIZERS,
+    SGD,
     RowWiseAdagrad,
     ShardedEmbeddingBags,
     Table,
@@ -95,8 +95,12 @@ def in_lines(mesh: Mesh) -> Mesh:
 
 
 def put(mesh, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Uploads a batch as the loader does: sharded over the first dimension."""
-    return {key: device.upload(value, mesh) for key, value in batch.items()}
+    """Uploads the rows of a batch that this process loads, as the loader does: sharded over the
+    first dimension."""
+    uploaded = {}
+    for key, value in batch.items():
+        uploaded[key] = device.upload(value[mesh.rows(len(value))], mesh)
+    return uploaded
 
 
 def draw_ids(table: Table, kind: str, generator: torch.Generator) -> Tensor:
@@ -164,7 +168,7 @@ def pooled(embeddings, batch):
 
 def in_two_passes(embeddings, batch):
     """Pools the halves of a batch one after the other."""
-    size = BATCH // 2
+    size = len(batch["ids"]) // 2
     results = []
     for first in (0, size):
         half = {name: value[first : first + size] for name, value in batch.items()}
@@ -191,6 +195,40 @@ def loaded_step(embeddings, batch):
     result = pooled(embeddings, batch)
     squared_error(result, batch["y"]).backward()
     return {"pooled": result.detach() + 0, **embeddings.step()}
+
+
+# Too little room for an exchange
+
+
+@dataclass(frozen=True)
+class Shortage:
+    """Too little room for ids, and the sentence that says so."""
+
+    room: tuple[float, float]  # at a pair of devices, at an owner
+    message: str
+
+
+SHORTAGES = {
+    "pair": Shortage(
+        (0.3, 1.0),
+        r"the fullest pair .* needed 1\.[1-9].*--exchange-room 0\.\d 1 or more instead of 0.3 1",
+    ),
+    "owner": Shortage(
+        (1.0, 0.2),
+        r"the fullest device 1\.[1-9].* give --exchange-room 1 0\.\d or more instead of 1 0.2",
+    ),
+}
+EXCHANGED = with_plan("exchange", [Table("one", 5000), Table("other", 700)])
+
+
+def with_room(mesh, room: tuple[float, float]) -> ShardedEmbeddingBags:
+    """Makes the embeddings of EXCHANGED."""
+    return ShardedEmbeddingBags(EXCHANGED, DIM, mesh, SGD(), 0.1, 0, room=room)
+
+
+def different_ids() -> Tensor:
+    """Draws ids [BATCH, 2] of EXCHANGED, each once."""
+    return torch.randperm(700)[: 2 * BATCH].reshape(BATCH, 2).int()
 
 
 # The reference: torch on the CPU
@@ -341,16 +379,17 @@ def filled(mesh, optimizer="adagrad", value: float = 1.0, plan="mixed") -> Shard
         for (_, tensor), spec in zip(array.tensors(), specs, strict=True):
             numbers = torch.arange(tensor.numel()).reshape(tensor.shape)
             tensor.copy_(value + numbers * 1e-3)
-            xs.mark_sharding(tensor, embeddings.devices.spmd, spec)
+            embeddings.devices.annotate(tensor, spec)
     embeddings.step_count.copy_(torch.tensor(1000 * value))
     embeddings.devices.annotate_replicated(embeddings.step_count)
-    torch_xla.sync()
+    device.run_pending()
     return embeddings
 
 
 def save(place: str, embeddings, mesh, step: int) -> None:
     """Saves embeddings beside a new dense part."""
-    with Checkpointer(place, tables=TableStorage(embeddings)) as checkpoints:
+    tables = TableStorage(embeddings)
+    with Checkpointer(place, main_process=mesh.main_process, tables=tables) as checkpoints:
         checkpoints.save(step, *dense(mesh))
 
 

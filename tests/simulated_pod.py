@@ -451,8 +451,8 @@ class OwnDevices:
     def __getattr__(self, name: str):
         return getattr(self.devices, name)
 
-    def local_parts(self, tensor) -> list:
-        return self.devices.local_parts(tensor)[self.own]
+    def local_parts(self, tensor, spec) -> list:
+        return self.devices.local_parts(tensor, spec)[self.own]
 
     def read_parts(self, tensor) -> list:
         return self.devices.read_parts(tensor)[self.own]

@@ -9,14 +9,24 @@ import pytest
 import scipy.stats
 import torch
 import torch_xla
-from embedding_helpers import BATCH, DIM, host_batch, loaded_step, put, save, with_plan
+from embedding_helpers import (
+    BATCH,
+    EXCHANGED,
+    SHORTAGES,
+    different_ids,
+    host_batch,
+    loaded_step,
+    put,
+    save,
+    with_room,
+)
 
 from bench import embedding as bench
 from errors import InputError
 from models.hashing import hash32
 from train.common import device
 from train.common.checkpoint import Checkpointer
-from train.common.embedding import SGD, ShardedEmbeddingBags, Table, exchange, hashing, owners
+from train.common.embedding import ShardedEmbeddingBags, exchange, hashing, owners
 from train.common.embedding.rows import line_and_columns
 
 # Those beyond 2**24 are not all float32s, in which torch_xla divides int32.
@@ -110,26 +120,6 @@ def test_there_is_room_for_all_ids_of_ten_million_steps(mean, events):
 # Ids without a slot
 
 
-@dataclass(frozen=True)
-class Shortage:
-    """Too little room for ids, and the sentence that says so."""
-
-    room: tuple[float, float]  # at a pair of devices, at an owner
-    message: str
-
-
-SHORTAGES = {
-    "pair": Shortage(
-        (0.3, 1.0),
-        r"the fullest pair .* needed 1\.[1-9].*--exchange-room 0\.\d 1 or more instead of 0.3 1",
-    ),
-    "owner": Shortage(
-        (1.0, 0.2),
-        r"the fullest device 1\.[1-9].* give --exchange-room 1 0\.\d or more instead of 1 0.2",
-    ),
-}
-
-
 @dataclass
 class Trained:
     """Embeddings after two steps, in the second of which all ids have a slot; of the first step,
@@ -152,15 +142,8 @@ class Overflow:
     enough: Trained
 
 
-EXCHANGED = with_plan("exchange", [Table("one", 5000), Table("other", 700)])
-
-
-def bags(mesh, room: tuple[float, float]) -> ShardedEmbeddingBags:
-    return ShardedEmbeddingBags(EXCHANGED, DIM, mesh, SGD(), 0.1, 0, room=room)
-
-
 def trained(mesh, room: tuple[float, float], batch: dict) -> Trained:
-    embeddings = bags(mesh, room)
+    embeddings = with_room(mesh, room)
     step = device.compiled(loaded_step, mesh)
 
     before = embeddings.arrays[0].weight.cpu()
@@ -170,11 +153,6 @@ def trained(mesh, room: tuple[float, float], batch: dict) -> Trained:
     zeros = batch | {"ids": batch["ids"] * 0}
     step(embeddings, put(mesh, zeros))
     return Trained(embeddings, first, is_changed.sum().item())
-
-
-def different_ids() -> torch.Tensor:
-    """Draws ids [BATCH, 2] of EXCHANGED, each once."""
-    return torch.randperm(700)[: 2 * BATCH].reshape(BATCH, 2).int()
 
 
 @pytest.fixture(scope="module", params=SHORTAGES)
@@ -239,7 +217,7 @@ def test_dropped_ids_stop_a_run_before_anything_is_saved(mesh, tmp_path, overflo
 
 def test_ids_that_an_evaluation_drops_stop_the_run(mesh):
     shortage = SHORTAGES["pair"]
-    embeddings = bags(mesh, shortage.room)
+    embeddings = with_room(mesh, shortage.room)
     with torch.no_grad():
         embeddings(put(mesh, {"ids": different_ids()})["ids"])
     torch_xla.sync()

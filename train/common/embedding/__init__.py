@@ -7,6 +7,7 @@
     copied, exchange   the two plans
     memory             which plan a table takes, and what fits
     devices            the devices that share tables: one of plain PyTorch
+    process_devices    or one in each of several processes
     xla_devices        or those of an XLA mesh
     optimizers, rows   how rows are updated; taken, pooled and added up
     owners, hashing    how rows are spread over devices

@@ -280,7 +280,7 @@ class ShardedEmbeddingBags(nn.Module):
         self.step_count += 1
         gradients = []
         for forward_pass in passes:
-            gradient = forward_pass.embedded.grad
+            gradient = self.devices.gradient_of_batch(forward_pass.embedded.grad)
             if forward_pass.divisor is not None:
                 gradient = gradient / forward_pass.divisor
             gradients.append(gradient)
@@ -341,7 +341,11 @@ def _table_devices(mesh: Mesh, group_size: int) -> TableDevices:
             f"it must divide the {mesh.num_devices} devices, 0 takes all"
         )
     if not mesh.compiles:
-        return OneDevice(mesh, group_size)
+        if mesh.process_count == 1:
+            return OneDevice(mesh, group_size)
+        from train.common.embedding.process_devices import ProcessDevices
+
+        return ProcessDevices(mesh, group_size)
     from train.common.embedding.xla_devices import XlaDevices
 
     return XlaDevices(mesh, group_size)

@@ -65,7 +65,7 @@ class Copied(TableArray):
         lr: Tensor,
         step: Tensor,
     ) -> list[SlotLoad]:
-        ids = sum(rows.numel() for rows in kept_by_pass)
+        ids = sum(self.devices.count_of_batch(rows.numel()) for rows in kept_by_pass)
         if self.used_rows <= ids:
             self._update_all(kept_by_pass, grads, lr, step)
         else:

@@ -1,8 +1,9 @@
 """The devices that share embedding tables, and what the plans ask of them.
 
-    TableDevices   the interface
-    OneDevice      one device of plain PyTorch: a part is the whole, so nothing moves
-    XlaDevices     the devices of an XLA mesh (xla_devices.py)
+    TableDevices     the interface
+    OneDevice        one device of plain PyTorch: a part is the whole, so nothing moves
+    ProcessDevices   one device in each of several processes (process_devices.py)
+    XlaDevices       the devices of an XLA mesh (xla_devices.py)
 
 bags.py chooses between the two.
 
@@ -12,6 +13,10 @@ of every tensor that is cut: a shard, along dimension 0.
 A region is code in which a tensor is the part that each device holds: torch_xla's manual sharding,
 JAX's shard_map. `enter` begins one, `leave` ends it. The collectives below are for tensors in a
 region; `shard` is for those outside.
+
+Outside of a region a tensor is whole on one device and on an XLA mesh. With several processes it is
+the local part there, too: a process has its rows of a batch, and its part of a table. What must
+know the difference asks `local_rows`, `count_of_batch` and `gradient_of_batch`.
 """
 
 import abc
@@ -69,7 +74,23 @@ class TableDevices(abc.ABC):
             self.batch_axes = ("data", "model")
             self.copies_axis = "data"
 
-    # ---- whole tensors
+    # ---- what a process has outside of a region
+
+    def local_rows(self, rows: int, spec: Spec) -> range:
+        """Returns which rows of a tensor this process has, of so many over the devices of a
+        group."""
+        return range(rows)
+
+    def count_of_batch(self, count: int) -> int:
+        """Returns a count over the whole batch, given that over the rows that this process has."""
+        return count
+
+    def gradient_of_batch(self, gradient: Tensor) -> Tensor:
+        """Returns the gradient of the mean loss of the whole batch, given that of the mean loss of
+        the rows that this process has."""
+        return gradient
+
+    # ---- outside of a region
 
     def replicated(self, tensor: Tensor) -> Tensor:
         """Copies a host's tensor to every device."""
@@ -79,7 +100,8 @@ class TableDevices(abc.ABC):
 
     def device_indices(self) -> Tensor:
         """Returns a tensor [group_size] of which each device of a group holds its own index."""
-        indices = torch.arange(self.group_size, dtype=torch.int32).to(self.mesh.device)
+        local = self.local_rows(self.group_size, (self.axis,))
+        indices = torch.arange(local.start, local.stop, dtype=torch.int32).to(self.mesh.device)
         self.annotate(indices, (self.axis,))
         return indices
 
@@ -93,9 +115,11 @@ class TableDevices(abc.ABC):
 
     @abc.abstractmethod
     def shard(self, tensor: Tensor, spec: Spec) -> Tensor:
-        """Returns a tensor outside of a region as cut by `spec`, however it was cut before.
+        """Returns a tensor outside of a region as cut by `spec`.
 
-        That is an all-gather, an all-to-all or a local slice.
+        Args:
+            tensor: has rows for each device, as a batch: dimension 0 is cut over `batch_axes`.
+            spec: has `batch_axes` for dimension 0, or None: then it is gathered.
         """
 
     # ---- regions
@@ -126,8 +150,12 @@ class TableDevices(abc.ABC):
     # ---- checkpoints
 
     @abc.abstractmethod
-    def local_parts(self, tensor: Tensor) -> list[LocalPart]:
-        """Returns which part of a tensor each device of this host holds, device by device."""
+    def local_parts(self, tensor: Tensor, spec: Spec) -> list[LocalPart]:
+        """Returns which part of a tensor each device of this host holds, device by device.
+
+        Args:
+            spec: how the tensor is cut.
+        """
 
     @abc.abstractmethod
     def read_parts(self, tensor: Tensor) -> list[Tensor]:
@@ -171,7 +199,7 @@ class OneDevice(TableDevices):
     def gather_copies(self, tensor: Tensor) -> Tensor:
         return tensor
 
-    def local_parts(self, tensor: Tensor) -> list[LocalPart]:
+    def local_parts(self, tensor: Tensor, spec: Spec) -> list[LocalPart]:
         return [LocalPart(copy=0, index=0)]
 
     def read_parts(self, tensor: Tensor) -> list[Tensor]:

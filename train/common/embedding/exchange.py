@@ -112,7 +112,7 @@ class Exchanged(TableArray):
         return HeldRows(run, first_device_row=table_start, count=count)
 
     def parts_to_fill(self, tensor: Tensor) -> list[int]:
-        return [part.index for part in self.devices.local_parts(tensor)]
+        return [part.index for part in self.devices.local_parts(tensor, self.spec)]
 
     def fill(self, tensor: Tensor, parts: list[Tensor]) -> None:
         self.devices.load_parts(tensor, parts, self.device_indices)

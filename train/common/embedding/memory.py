@@ -135,7 +135,7 @@ def _what_would_fit(
 def device_bytes_for_tables(mesh: Mesh) -> float:
     """Returns the bytes that one device has for tables: TABLE_SHARE of its memory.
 
-    On the CPU backend the devices of a host share the machine's memory.
+    On CPUs the devices of a host share the machine's memory.
 
     Raises:
         InputError: the memory of this kind of device is not known.
@@ -147,5 +147,6 @@ def device_bytes_for_tables(mesh: Mesh) -> float:
     if mesh.kind != "CPU":
         raise InputError(f"the memory of a {mesh.kind!r} is not known: give device_bytes")
     machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    devices_here = mesh.num_devices // mesh.process_count
+    processes_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # of torchrun
+    devices_here = mesh.num_devices // mesh.process_count * processes_here
     return TABLE_SHARE * machine / devices_here

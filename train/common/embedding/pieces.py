@@ -43,11 +43,7 @@ class SavedTensor:
     array: TableArray
     name: str  # "weight", or the name of the state
     tensor: Tensor
-
-    @property
-    def shape_per_device(self) -> list[int]:
-        """The shape of what one device holds: [lines, width], or [rows]."""
-        return [self.tensor.shape[0] // self.array.part_count, *self.tensor.shape[1:]]
+    shape_per_device: list[int]  # of what one device holds: [lines, width], or [rows]
 
 
 @dataclass(frozen=True)
@@ -105,7 +101,7 @@ def copy_pieces(embeddings: Any) -> dict[str, Tensor]:
     device.wait_for_steps()
     pieces = {}
     for saved in _saved_tensors(embeddings):
-        local_parts = embeddings.devices.local_parts(saved.tensor)
+        local_parts = embeddings.devices.local_parts(saved.tensor, saved.array.spec)
         # Copies, as that of `step_count` is: they are written while training goes on.
         values = embeddings.devices.read_parts(saved.tensor)
         for value, part in zip(values, local_parts, strict=True):
@@ -126,8 +122,9 @@ def _saved_tensors(embeddings: Any) -> list[SavedTensor]:
     """Returns everything that a checkpoint holds, except the count of updates."""
     found = []
     for array in embeddings.arrays:
-        for name, tensor in array.tensors():
-            found.append(SavedTensor(array, name, tensor))
+        shapes = array.shapes_per_device()
+        for (name, tensor), shape in zip(array.tensors(), shapes, strict=True):
+            found.append(SavedTensor(array, name, tensor, shape))
     return found
 
 

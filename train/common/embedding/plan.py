@@ -167,7 +167,7 @@ class TableArray(abc.ABC):
         self.pack = rows_in_a_line(dim, LANES if on_tpu else 1)
         self.width = self.pack * dim
         self.start, self.used_rows = self._lay_out()
-        self.device_rows = _rows_with_own_size(self.used_rows, 4 * dim, self, self.pack)
+        self.device_rows = self._rows_to_allocate(self.used_rows, 4 * dim, self.pack)
         self.rows = self.device_rows * self.part_count
         largest_key = self.rows + self.group_size - 1  # in the sorts of exchange.py
         if largest_key >= LAST:
@@ -179,14 +179,21 @@ class TableArray(abc.ABC):
         self.state_specs = []
         for kind in optimizer.states.values():
             if kind == "full":
-                state_rows = _rows_with_own_size(self.device_rows, 4 * dim, self, self.pack)
+                state_rows = self._rows_to_allocate(self.device_rows, 4 * dim, self.pack)
                 lines = state_rows * self.part_count // self.pack
                 self.state_shapes.append((lines, self.width))
                 self.state_specs.append(self.spec)
             else:
-                state_rows = _rows_with_own_size(self.device_rows, 4, self)
+                state_rows = self._rows_to_allocate(self.device_rows, 4)
                 self.state_shapes.append((state_rows * self.part_count,))
                 self.state_specs.append(self.spec[:1])
+
+    def _rows_to_allocate(self, rows: int, bytes_per_row: int, pack: int = 1) -> int:
+        """Returns how many rows a device allocates for `rows`, see `_rows_with_own_size`."""
+        if not self.devices.mesh.compiles:
+            # Processes that share the array have as many each, whatever else is alive in them.
+            return rows
+        return _rows_with_own_size(rows, bytes_per_row, self, pack)
 
     # ---- where rows lie: what a plan decides
 
@@ -289,18 +296,21 @@ class TableArray(abc.ABC):
         self.weight = self._initial_weight(seed)
         self.states = []
         for shape, spec in zip(self.state_shapes, self.state_specs, strict=True):
-            state = torch.zeros(shape, device=self.devices.mesh.device)
+            local_shape = (len(self.devices.local_rows(shape[0], spec)), *shape[1:])
+            state = torch.zeros(local_shape, device=self.devices.mesh.device)
             self.devices.annotate(state, spec)
             self.states.append(state)
 
     def _initial_weight(self, seed: int) -> Tensor:
-        """Returns the initial weight [lines, width], of which each device computes its own part.
+        """Returns the initial weight, of which each device computes its own part.
 
         Each number is a hash of (seed, table, table row, column), so it does not depend on where
         the row lies.
         """
         device = self.devices.mesh.device
-        array_row = self._array_rows(torch.arange(self.rows, dtype=torch.int32, device=device))
+        local = self.devices.local_rows(self.rows, self.spec)
+        tensor_row = torch.arange(local.start, local.stop, dtype=torch.int32, device=device)
+        array_row = self._array_rows(tensor_row)
         table_row = torch.zeros_like(array_row)
         bound = torch.zeros_like(array_row, dtype=torch.float32)
         salt = torch.zeros_like(array_row)
@@ -356,6 +366,14 @@ class TableArray(abc.ABC):
         tensor)."""
         names = ["weight", *self.optimizer.states]
         return list(zip(names, [self.weight, *self.states], strict=True))
+
+    def shapes_per_device(self) -> list[list[int]]:
+        """Returns the shape of what a device holds of each of `tensors`: [lines, width], or
+        [rows]."""
+        shapes = []
+        for first, *rest in [(self.rows // self.pack, self.width), *self.state_shapes]:
+            shapes.append([first // self.part_count, *rest])
+        return shapes
 
     def _update_rows(
         self, rows: Tensor, g: Tensor, touched: Tensor, lr: Tensor, step: Tensor

@@ -91,8 +91,8 @@ class XlaDevices(TableDevices):
         gathered = self.enter(self.shard(whole, on_every_copy), on_every_copy)
         return gathered.reshape(-1, *tensor.shape[1:])
 
-    def local_parts(self, tensor: Tensor) -> list[LocalPart]:
-        parts = []
+    def local_parts(self, tensor: Tensor, spec: Spec) -> list[LocalPart]:
+        parts = []  # by the tensor's own sharding, which is `spec`
         for replica, slices in _XLAC._get_local_shard_replica_and_indices([tensor])[0]:
             index = 0
             if slices is not Ellipsis:  # which stands for the whole
