@@ -32,7 +32,7 @@ from data import pretraining, splits
 from errors import InputError
 from models import architectures, encoder_files, encoder_layers, encoders, layers, objectives
 from models.encoders.record import Pretraining
-from train.common import accumulate, checkpoint, cli, device, files, loading
+from train.common import accumulate, checkpoint, cli, device, files, loading, moments
 from train.common.batches import Examples
 from train.common.benchmark import Benchmark
 from train.common.evaluation import FIELDS, FinishedRun, resolve_config
@@ -53,6 +53,7 @@ class Config:
     whole_words: bool = False  # all pieces of a word are masked, or none
     next_sentence: bool = False  # bert: also predicts whether a row's 2nd half follows its 1st
     optimizer: Literal["adamw", "lamb"] = "adamw"  # lamb (You et al. 2020): for very large batches
+    moments: Literal["float32", "bfloat16"] = "float32"  # of the optimizer: docs/large_models.md
     batch_size: int | None = None  # rows per update, over all devices; None: the model's recipe
     steps: int | None = None  # updates; None: the recipe
     lr: float | None = None  # peak learning rate; it falls linearly to 0; None: the recipe
@@ -277,6 +278,10 @@ def on_device(model: nn.Module, mesh: Mesh) -> nn.Module:
 
 def make_optimizer(config: Config, model: nn.Module) -> torch.optim.Optimizer:
     """Returns AdamW or LAMB; biases and norms have no weight decay."""
+    adamw, lamb = torch.optim.AdamW, Lamb
+    if config.moments == "bfloat16":
+        adamw, lamb = moments.AdamW, moments.Lamb
+
     recipe = recipe_of(config)
     groups = architectures.parameter_groups(model, recipe.weight_decay)
     betas = (BETA1, recipe.beta2)
@@ -284,8 +289,8 @@ def make_optimizer(config: Config, model: nn.Module) -> torch.optim.Optimizer:
     options = {"lr": config.lr, "betas": betas, "eps": ADAM_EPS, "foreach": False}
     if config.optimizer == "lamb":
         # Without bias correction, as in the authors' code: the warm-up replaces it.
-        return Lamb(groups, bias_correction=False, max_grad_norm=None, **options)
-    return torch.optim.AdamW(groups, **options)
+        return lamb(groups, bias_correction=False, max_grad_norm=None, **options)
+    return adamw(groups, **options)
 
 
 def forward(

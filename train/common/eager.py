@@ -98,6 +98,10 @@ def upload(tensor: Tensor, mesh: Mesh) -> Tensor:
     return tensor.pin_memory().to(mesh.device, non_blocking=True)
 
 
+def bitcast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    return tensor.view(dtype)
+
+
 def prepare_group(
     optimizer: torch.optim.Optimizer, group: dict[str, Any], mesh: Mesh
 ) -> list[Tensor]:

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from errors import InputError
 from train.common.embedding.devices import TableDevices
-from train.common.embedding.hashing import divide
+from train.common.hashing import divide
 from train.common.embedding.owners import TableRun, array_row_of, owner_of
 from train.common.embedding.plan import HeldRows, SlotLoad, TableArray
 from train.common.embedding.rows import LAST, gradient_of_ids, pool, sum_equal_rows, take_rows

@@ -34,7 +34,7 @@ from torch import Tensor
 
 from errors import InputError
 from train.common.embedding.devices import TableDevices
-from train.common.embedding.hashing import hash32, shift_right
+from train.common.hashing import hash32, shift_right
 from train.common.embedding.optimizers import Optimizer
 from train.common.embedding.owners import TableRun
 from train.common.embedding.rows import LANES, LAST, rows_in_a_line
