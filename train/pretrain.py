@@ -105,6 +105,8 @@ EVALUATE_FLAGS = ("batch_size", "update_every")
 # Fields that a trial's teacher does not have. They do not count for its name: older versions had
 # none of them, and find their teachers again.
 OF_STUDENT = ("best", "patience")
+# A field that older versions did not have. It counts for that name only where it is not the default.
+NEWER = ("moments",)
 BETA1 = 0.9  # of AdamW and LAMB
 ADAM_EPS = 1e-6  # of BERT's and DistilBERT's code, and in RoBERTa's and XLNet's papers
 SYNTHETIC_LENGTH = 32  # a trial's tokens per row
@@ -433,8 +435,10 @@ def with_teacher(config: Config, mesh: Mesh) -> Config:
     config_of_both = replace(config, checkpoint="", best="", patience=0)  # the student's alone
     identity = {}  # all that the teacher's numbers depend on
     for field in fields(config_of_both):
-        if field.name not in (*MAY_CHANGE, *FIELDS, *OF_STUDENT):
-            identity[field.name] = getattr(config_of_both, field.name)
+        value = getattr(config_of_both, field.name)
+        is_as_ever = field.name in NEWER and value == field.default
+        if field.name not in (*MAY_CHANGE, *FIELDS, *OF_STUDENT) and not is_as_ever:
+            identity[field.name] = value
     fingerprint = zlib.crc32(repr(identity).encode())
     name = f"teacher-{fingerprint:08x}"
     main(replace(config_of_both, model=encoders.by_name(config.model).teacher, name=name))
