@@ -105,7 +105,7 @@ EVALUATE_FLAGS = ("batch_size", "update_every")
 # Fields that a trial's teacher does not have. They do not count for its name: older versions had
 # none of them, and find their teachers again.
 OF_STUDENT = ("best", "patience")
-# A field that older versions did not have. It counts for that name only where it is not the default.
+# Fields that older versions did not have. They count for that name where they are not the default.
 NEWER = ("moments",)
 BETA1 = 0.9  # of AdamW and LAMB
 ADAM_EPS = 1e-6  # of BERT's and DistilBERT's code, and in RoBERTa's and XLNet's papers
