@@ -578,3 +578,6 @@ def test_a_trials_teacher_depends_on_what_changes_its_numbers(mesh, monkeypatch)
 
     assert pretrain.with_teacher(same_numbers, mesh).teacher == teacher
     assert pretrain.with_teacher(other_numbers, mesh).teacher != teacher
+    assert pretrain.with_teacher(replace(config, moments="bfloat16"), mesh).teacher != teacher
+    # The name that it had before there was --moments.
+    assert teacher == "runs/teacher-47a1efaa/export"

@@ -32,7 +32,7 @@ from data import pretraining, splits
 from errors import InputError
 from models import architectures, encoder_files, encoder_layers, encoders, layers, objectives
 from models.encoders.record import Pretraining
-from train.common import accumulate, checkpoint, cli, device, files, loading
+from train.common import accumulate, checkpoint, cli, device, files, loading, moments
 from train.common.batches import Examples
 from train.common.benchmark import Benchmark
 from train.common.evaluation import FIELDS, FinishedRun, resolve_config
@@ -53,6 +53,7 @@ class Config:
     whole_words: bool = False  # all pieces of a word are masked, or none
     next_sentence: bool = False  # bert: also predicts whether a row's 2nd half follows its 1st
     optimizer: Literal["adamw", "lamb"] = "adamw"  # lamb (You et al. 2020): for very large batches
+    moments: Literal["float32", "bfloat16"] = "float32"  # of the optimizer: docs/large_models.md
     batch_size: int | None = None  # rows per update, over all devices; None: the model's recipe
     steps: int | None = None  # updates; None: the recipe
     lr: float | None = None  # peak learning rate; it falls linearly to 0; None: the recipe
@@ -104,6 +105,8 @@ EVALUATE_FLAGS = ("batch_size", "update_every")
 # Fields that a trial's teacher does not have. They do not count for its name: older versions had
 # none of them, and find their teachers again.
 OF_STUDENT = ("best", "patience")
+# Fields that older versions did not have. They count for that name where they are not the default.
+NEWER = ("moments",)
 BETA1 = 0.9  # of AdamW and LAMB
 ADAM_EPS = 1e-6  # of BERT's and DistilBERT's code, and in RoBERTa's and XLNet's papers
 SYNTHETIC_LENGTH = 32  # a trial's tokens per row
@@ -277,6 +280,10 @@ def on_device(model: nn.Module, mesh: Mesh) -> nn.Module:
 
 def make_optimizer(config: Config, model: nn.Module) -> torch.optim.Optimizer:
     """Returns AdamW or LAMB; biases and norms have no weight decay."""
+    adamw, lamb = torch.optim.AdamW, Lamb
+    if config.moments == "bfloat16":
+        adamw, lamb = moments.AdamW, moments.Lamb
+
     recipe = recipe_of(config)
     groups = architectures.parameter_groups(model, recipe.weight_decay)
     betas = (BETA1, recipe.beta2)
@@ -284,8 +291,8 @@ def make_optimizer(config: Config, model: nn.Module) -> torch.optim.Optimizer:
     options = {"lr": config.lr, "betas": betas, "eps": ADAM_EPS, "foreach": False}
     if config.optimizer == "lamb":
         # Without bias correction, as in the authors' code: the warm-up replaces it.
-        return Lamb(groups, bias_correction=False, max_grad_norm=None, **options)
-    return torch.optim.AdamW(groups, **options)
+        return lamb(groups, bias_correction=False, max_grad_norm=None, **options)
+    return adamw(groups, **options)
 
 
 def forward(
@@ -434,8 +441,10 @@ def with_teacher(config: Config, mesh: Mesh) -> Config:
     config_of_both = replace(config, checkpoint="", best="", patience=0)  # the student's alone
     identity = {}  # all that the teacher's numbers depend on
     for field in fields(config_of_both):
-        if field.name not in (*MAY_CHANGE, *FIELDS, *OF_STUDENT):
-            identity[field.name] = getattr(config_of_both, field.name)
+        value = getattr(config_of_both, field.name)
+        is_as_ever = field.name in NEWER and value == field.default
+        if field.name not in (*MAY_CHANGE, *FIELDS, *OF_STUDENT) and not is_as_ever:
+            identity[field.name] = value
     fingerprint = zlib.crc32(repr(identity).encode())
     name = f"teacher-{fingerprint:08x}"
     main(replace(config_of_both, model=encoders.by_name(config.model).teacher, name=name))

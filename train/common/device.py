@@ -246,6 +246,13 @@ def upload(tensor: Tensor, mesh: Mesh) -> Tensor:
     return _backend.upload(tensor, mesh)
 
 
+def bitcast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Reads a tensor's bits as numbers of another type of the same size."""
+    if tensor.device.type == "cpu":
+        return tensor.view(dtype)
+    return _backend.bitcast(tensor, dtype)
+
+
 # ---- optimizers ----------------------------------------------------------------------------------
 def init_optimizer_state(optimizer: torch.optim.Optimizer, mesh: Mesh) -> None:
     """Creates the state that `optimizer.step()` would create in step 1, as zeros on the device.

@@ -124,6 +124,10 @@ def train_together(model: nn.Module, mesh: Mesh) -> None:
         processes.GradientMean(model)
 
 
+def bitcast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    return tensor.view(dtype)
+
+
 def prepare_group(
     optimizer: torch.optim.Optimizer, group: dict[str, Any], mesh: Mesh
 ) -> list[Tensor]:

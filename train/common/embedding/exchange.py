@@ -26,10 +26,10 @@ from torch import Tensor
 
 from errors import InputError
 from train.common.embedding.devices import TableDevices
-from train.common.embedding.hashing import divide
 from train.common.embedding.owners import TableRun, array_row_of, owner_of
 from train.common.embedding.plan import HeldRows, SlotLoad, TableArray
 from train.common.embedding.rows import LAST, gradient_of_ids, pool, sum_equal_rows, take_rows
+from train.common.hashing import divide
 
 # Probability per step that some capacity is too small: 1e-6 in an epoch of 10 million steps.
 OVERFLOW_PROBABILITY = 1e-13

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from train.common.embedding.hashing import divide, hash32
+from train.common.hashing import divide, hash32
 
 
 def owner_of(array_rows: Tensor, owners: int) -> tuple[Tensor, Tensor]:

@@ -34,11 +34,11 @@ from torch import Tensor
 
 from errors import InputError
 from train.common.embedding.devices import TableDevices
-from train.common.embedding.hashing import hash32, shift_right
 from train.common.embedding.optimizers import Optimizer
 from train.common.embedding.owners import TableRun
 from train.common.embedding.rows import LANES, LAST, rows_in_a_line
 from train.common.embedding.tables import Table
+from train.common.hashing import hash32, shift_right
 
 TILE_LINES = 8  # lines of a TPU's tile
 COLUMN_FACTOR = 0x01000193  # FNV's 32-bit prime: sets the hashes of neighbouring columns apart

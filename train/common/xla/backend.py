@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch_xla
+import torch_xla.core.xla_builder as xb
 import torch_xla.core.xla_model as xm
 import torch_xla.debug.metrics as met
 import torch_xla.distributed.spmd as xs
@@ -335,6 +336,21 @@ def row_sharding(spmd: xs.Mesh, rank: int, hosts: bool) -> xs.ShardingSpec:
     if rank == 1 and len(spmd.axis_names) > 1:
         axis = None
     return xs.ShardingSpec(spmd, (axis,) + (None,) * (rank - 1), minibatch=hosts)
+
+
+def bitcast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Does what `Tensor.view(dtype)` does, which torch_xla 2.9 leaves to the host."""
+    computation = _bitcast(tuple(tensor.shape), tensor.dtype, dtype)
+    (result,) = torch_xla._XLAC._xla_user_computation("xla::bitcast", [tensor], computation)
+    return result
+
+
+@functools.cache
+def _bitcast(shape: tuple[int, ...], source: torch.dtype, target: torch.dtype) -> Any:
+    """Returns the computation of `bitcast` for a shape."""
+    types = {torch.float32: xb.Type.F32, torch.int32: xb.Type.S32}
+    operand = xb.mkshape(types[source], shape)
+    return xb.create_computation("bitcast", lambda x: x.bitcast(types[target]), (operand,))
 
 
 def fetch(values: list[Tensor]) -> list[float]:
