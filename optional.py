@@ -208,11 +208,17 @@ PARTS = (
     Part(
         name="eager",
         modules=("train.common.eager",),
-        given=("DEVICE=cpu", "DEVICE=cuda"),
-        needed_by="--device cpu or cuda",
+        given=("DEVICE=cpu", "DEVICE=cuda", "DEVICE=tpu"),
+        needed_by="--device cpu, cuda or tpu",
         gives="plain PyTorch, on the CPU or a GPU (`--device cpu`, `--device cuda`)",
         missing=NO_DEVICE,
         foreign=True,
+    ),
+    Part(
+        name="torchtpu",
+        modules=("train.common.torchtpu",),
+        given=("DEVICE=tpu",),
+        needed_by="--device tpu",
     ),
     # What no copy has.
     Part(

@@ -4,6 +4,7 @@
                  compiled graph
     cpu, cuda    eager.py: plain PyTorch on one device, operation by operation; torch_xla need not
                  be installed
+    tpu          the same through TorchTPU, see torchtpu.py; never run
 
 Nothing else asks which one it is. train/common/xla and train/common/embedding/xla_devices.py alone
 import torch_xla.
@@ -54,7 +55,8 @@ def setup(
             xla/backend.py); or "fast_float32", with the hardware's own products: one pass of
             bfloat16 on a TPU, TF32 on a GPU.
         kind: "xla": a TPU where there is one, else XLA's CPU backend (`CPU_NUM_DEVICES=4` gives it
-            four virtual devices); "cpu" or "cuda": plain PyTorch on one device.
+            four virtual devices); "cpu" or "cuda": plain PyTorch on one device; "tpu": the same
+            by TorchTPU, never run.
         vmem_kib: KiB of a TPU core's vector memory that one fusion may use, unless LIBTPU_INIT_ARGS
             says how many; 0: libtpu's own.
         safe_forms: asks the TPU's compiler for nothing that it may die of, and tells `build` so by

@@ -1,5 +1,7 @@
 """The backend of device.py without XLA: plain PyTorch on one CPU or GPU, operation by operation.
 
+`--device tpu` is the same through TorchTPU, see torchtpu.py; it has never been run.
+
 A debugger stops inside a step, `print` and `.item()` work there, and the first step starts at once.
 Functions without more words do what those of the same names in device.py say.
 """
@@ -11,10 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import optional
 from errors import InputError
 from train.common.mesh import Mesh
 
 _waiting: list[Callable[[], None]] = []  # what `after_next_step` was given
+_torchtpu: Any = None  # train/common/torchtpu.py, where --device is tpu
 
 
 def setup(precision: str, strict: bool, kind: str, _vmem_kib: int, _safe_forms: bool) -> Mesh:
@@ -24,8 +28,12 @@ def setup(precision: str, strict: bool, kind: str, _vmem_kib: int, _safe_forms: 
         InputError: the device is not there, or the environment asks for several.
     """
     _check_one_device(kind)
+    hardware = "CPU"
     if kind == "cuda":
         _set_up_cuda(precision)
+        hardware = torch.cuda.get_device_name()
+    elif kind == "tpu":
+        hardware = _set_up_tpu(precision)
 
     return Mesh(
         device=torch.device(kind),
@@ -33,7 +41,7 @@ def setup(precision: str, strict: bool, kind: str, _vmem_kib: int, _safe_forms: 
         num_devices=1,
         process_index=0,
         process_count=1,
-        kind=torch.cuda.get_device_name() if kind == "cuda" else "CPU",
+        kind=hardware,
         precision=precision,
         strict=strict,
     )
@@ -68,6 +76,13 @@ def _set_up_cuda(precision: str) -> None:
     torch.utils.deterministic.fill_uninitialized_memory = False
 
 
+def _set_up_tpu(precision: str) -> str:
+    """Sets TorchTPU up for this process; returns the kind of its chip."""
+    global _torchtpu
+    _torchtpu = optional.load("torchtpu")
+    return _torchtpu.set_up(precision)
+
+
 def compiled(step_fn: Callable, mesh: Mesh, max_graphs: int) -> Callable:
     """Returns `step_fn`, which calls after itself what `after_next_step` was given."""
 
@@ -95,6 +110,8 @@ def annotate(tensor: Tensor, spmd: None, spec: tuple) -> None:
 def upload(tensor: Tensor, mesh: Mesh) -> Tensor:
     if mesh.device.type == "cpu":
         return tensor.clone()  # the loader's worker uses its shared memory again
+    if mesh.device.type == "tpu":
+        return tensor.to(mesh.device)
     return tensor.pin_memory().to(mesh.device, non_blocking=True)
 
 
@@ -110,6 +127,8 @@ def prepare_group(
     """
     if isinstance(optimizer, (torch.optim.Adam, torch.optim.SGD)):  # AdamW is an Adam
         group["fused"] = True
+        if mesh.device.type == "tpu":
+            _torchtpu.prepare_group(group, mesh)
     return []
 
 
@@ -118,6 +137,8 @@ def set_seed(seed: int) -> None:
 
 
 def fetch(values: list[Tensor]) -> list[float]:
+    if values[0].device.type == "tpu":
+        return _torchtpu.fetch(values)
     return torch.stack([value.double() for value in values]).tolist()
 
 
@@ -138,3 +159,5 @@ def run_pending() -> None:
 def wait_for_steps() -> None:
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
+    if _torchtpu is not None:
+        _torchtpu.wait_for_steps()
