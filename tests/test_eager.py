@@ -29,9 +29,6 @@ ROOT = Path(__file__).parent.parent
 # number near 0.
 ROUNDING = 2e-5
 GOLDEN = ROOT / "tests/eager_losses.json"  # the first losses of each script on torch 2.9's CPU
-needs_xla = pytest.mark.skipif(
-    importlib.util.find_spec("torch_xla") is None, reason="torch_xla is bound to torch 2.9.0"
-)
 # tests/test_dlrm_model.py has the sentence with which DLRM is refused then.
 needs_torchrec = pytest.mark.skipif(
     importlib.util.find_spec("torchrec") is None, reason="torchrec has no release for this torch"
@@ -149,7 +146,7 @@ def test_losses_are_those_of_torch_2_9_written_down(plain):
     assert found == pytest.approx(golden[plain.name], rel=ROUNDING)
 
 
-@needs_xla
+@pytest.mark.xla
 @every_script
 def test_without_torch_xla_losses_stay_with_xlas(plain, run_of, tmp_path, monkeypatch):
     ours = losses(plain.folder / "alike/run")
