@@ -2,7 +2,7 @@
 
 # These count from make's command line only. What a shell has set under one of these names is for something else: it is
 # no argument of a run, and chooses nothing that is made or removed. PYTHON stays: it only chooses an interpreter.
-ARGUMENTS := MODEL TASK DATA DEVICE PRESET NAME ARGS TOPOLOGY BATCH EFFORT PROGRAM OUT DATASET MODEL_DIR TO WITH BENCH RUNS \
+ARGUMENTS := MODEL TASK DATA DEVICE PROCESSES PRESET NAME ARGS TOPOLOGY BATCH EFFORT PROGRAM OUT DATASET MODEL_DIR TO WITH BENCH RUNS \
 	PORT TPU ZONE PROJECT RUN ENV RETRIES ENGINE BUCKET LAUNCH_ARGS GET_PYTHON VENV LIBTPU_VERSION
 ifneq ($(findstring e,$(filter-out --%,$(firstword -$(MAKEFLAGS)))),)
 $(error make -e lets variables of the shell choose what is made and removed; leave out -e)
@@ -113,8 +113,9 @@ help:
 	@echo 'TASK     of the encoders: cola, sst2, mrpc, stsb, qqp, mnli, qnli, rte, wnli: sentences; squad: answers in texts;'
 	@echo '         ner: entities in sentences; pretrain'
 	@echo 'DATA     folder, URL (gs://…), or id of a data set on the hub (see the docstring of train/<script>.py)'
-	@echo 'DEVICE   xla: a TPU, or XLA on this CPU (default); cpu, cuda: plain PyTorch on one device, without torch_xla;'
-	@echo '         tpu: a TPU by TorchTPU, into .venv-tpu; never run (docs/torch_tpu.md)'
+	@echo 'DEVICE   xla: a TPU, or XLA on this CPU (default); cpu, cuda: plain PyTorch, without torch_xla; tpu: a TPU by'
+	@echo '         TorchTPU, into .venv-tpu; never run (docs/torch_tpu.md)'
+	@echo 'PROCESSES  of make train with DEVICE=cpu or cuda: so many, a device each (default: all GPUs; one on a CPU): docs/processes.md'
 	@echo 'PRESET   full (resnet50: full, modern, finetune, mlperf;'
 	@echo '         dlrm: kaggle, clicks, mlperf_v1, mlperf_v2;'
 	@echo '         transformer: base, big, wmt18, tpu; TASK=pretrain: full, lamb) or tiny'
@@ -223,6 +224,8 @@ check-model: check-device check-libtpu
 check-device:
 	@case "$$DEVICE" in ''|xla|cpu|cuda|tpu) ;; \
 		*) echo "error: DEVICE=$$DEVICE is not known; DEVICE is one of: xla cpu cuda tpu" >&2; $(refuse);; esac
+	@test -z "$$PROCESSES" -o -n '$(and $(filter cpu cuda,$(EAGER)),$(filter train,$(MAKECMDGOALS)))' || \
+		{ echo "error: PROCESSES=$$PROCESSES is for make train with DEVICE=cpu or cuda; leave it out" >&2; $(refuse); }
 
 check-libtpu:
 ifneq ($(LIBTPU_ASKED),)
@@ -245,6 +248,9 @@ passed = $(foreach name,$(1),$(if $(call given,$(name)),"$(name)=$$$(name)"))
 RUN_FLAGS = $(PRESET) $(if $(filter $(MODEL),$(ENCODERS)),--model $(MODEL) $(if $(GLUE_TASK),--task $(GLUE_TASK))) \
 	$(if $(DATA),--data "$$DATA") $(if $(call given,NAME),--name "$$NAME") $(if $(DEVICE),--device "$$DEVICE") $(ARGS)
 TRACKERS = $(if $(findstring tracker wandb,$(subst =, ,$(ARGS))),$(WANDB))
+# Plain PyTorch has a process for each device: by default one on a CPU, and all GPUs.
+AT_ONCE = $(if $(EAGER),$(if $(PROCESSES),"$$PROCESSES",$(if $(filter cuda,$(DEVICE)),gpus)))
+START = $(if $(AT_ONCE),train.common.start_processes $(AT_ONCE) )
 ON_TPUS = $(filter-out local,$(TPU))
 ifneq ($(ON_TPUS),)
 train: check-model
@@ -266,7 +272,7 @@ train: check-model
 		$(foreach name,$(SKY),$(if $(call given,$(name)),--env "$(name)=$$$(name)")) $(if $(HF_TOKEN),--secret HF_TOKEN) $(LAUNCH_ARGS)
 else
 train: check-model $(INSTALLED) $(TRACKERS)
-	$(RECORDED)$(PY) -m train.$(SCRIPT_$(MODEL)) $(RUN_FLAGS)
+	$(RECORDED)$(PY) -m $(START)train.$(SCRIPT_$(MODEL)) $(RUN_FLAGS)
 endif
 
 # A run for each combination of values in ARGS, and a table. What it is given is checked before anything is installed. On

@@ -207,7 +207,7 @@ PARTS = (
     ),
     Part(
         name="eager",
-        modules=("train.common.eager",),
+        modules=("train.common.eager", "train.common.start_processes"),
         given=("DEVICE=cpu", "DEVICE=cuda", "DEVICE=tpu"),
         needed_by="--device cpu, cuda or tpu",
         gives="plain PyTorch, on the CPU or a GPU (`--device cpu`, `--device cuda`)",

@@ -51,7 +51,7 @@ def losses(
     teacher: PreTrainedModel,
     batch: dict[str, Tensor],
     predicted: Tensor,
-    micro_batches: int,
+    tokens: Tensor,
 ) -> dict[str, Tensor]:
     """Returns what `objectives.losses` does, with a teacher.
 
@@ -63,7 +63,7 @@ def losses(
         result: of the student's `forward`.
         words: its loss without a teacher.
         predicted: the number that a sum over the predicted tokens is divided by.
-        micro_batches: see `objectives.losses`.
+        tokens: the number that a sum over all tokens is divided by.
     """
     with torch.no_grad():
         taught = forward(teacher, batch)
@@ -77,9 +77,6 @@ def losses(
     is_token = batch["attention_mask"].float()  # 0 for padding
     hidden = result["hidden"].float()
     distances = 1 - F.cosine_similarity(hidden, taught["hidden"].float(), dim=-1)
-    tokens = is_token.sum()
-    if micro_batches > 1:
-        tokens = batch["tokens"].sum() / micro_batches
     cosine = (distances * is_token).sum() / tokens
 
     loss = SOFT * soft + HARD * words + COSINE * cosine

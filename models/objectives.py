@@ -12,6 +12,7 @@ Each has `forward(model, batch)`; one with a teacher also has `losses` and `open
 
 import functools
 import importlib
+from collections.abc import Callable
 from types import ModuleType
 
 import torch
@@ -28,6 +29,9 @@ from transformers import (
 from errors import InputError
 from models import encoder_files, encoders, layers
 from models.encoder_files import Source
+
+# Where nothing is predicted, the sum is 0, too. A mean over processes may be a fraction.
+LEAST_COUNT = 1e-3
 
 
 @functools.cache
@@ -114,6 +118,7 @@ def losses(
     teacher: PreTrainedModel | None,
     batch: dict[str, Tensor],
     micro_batches: int = 1,
+    mean_count: Callable[[Tensor], Tensor] = lambda count: count,
 ) -> dict[str, Tensor]:
     """Returns "loss", which is minimised, and its terms, in nats except for "cosine".
 
@@ -125,13 +130,16 @@ def losses(
             They have equal numbers of rows but not of tokens. So the batch has also the `counts` of
             all of them together, and the mean of each loss over the micro-batches is the loss of
             all their rows in one batch.
+        mean_count: returns the mean of a count over the processes that share the batch. The mean of
+            the losses over the processes is then the loss of the whole batch.
     """
     result = forward(model, batch)
-    predicted = _predicted(batch, micro_batches)
+    predicted = _predicted(batch, micro_batches, mean_count)
     nll = layers.negative_log_likelihood(result["logits"], batch["labels"])
     words = (nll * batch["weights"]).sum() / predicted
     if teacher is not None:
-        return _of_model(model).losses(result, words, teacher, batch, predicted, micro_batches)
+        tokens = _tokens(batch, micro_batches, mean_count)
+        return _of_model(model).losses(result, words, teacher, batch, predicted, tokens)
 
     if "related" in result:
         labels = batch["next_sentence"].long()
@@ -140,14 +148,25 @@ def losses(
     return {"loss": words, "words": words}
 
 
-def _predicted(batch: dict[str, Tensor], micro_batches: int) -> Tensor:
+def _predicted(
+    batch: dict[str, Tensor], micro_batches: int, mean_count: Callable[[Tensor], Tensor]
+) -> Tensor:
     """Returns the number of predicted tokens that a sum over them is divided by.
 
     Of several micro-batches, that is their mean number; see `losses`.
     """
     if micro_batches == 1:
-        return batch["weights"].sum().clamp(min=1)
-    return batch["predicted"].sum().clamp(min=1) / micro_batches
+        return mean_count(batch["weights"].sum()).clamp(min=LEAST_COUNT)
+    return mean_count(batch["predicted"].sum()).clamp(min=LEAST_COUNT) / micro_batches
+
+
+def _tokens(
+    batch: dict[str, Tensor], micro_batches: int, mean_count: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """Returns the number of tokens that a sum over them is divided by, as `_predicted` does."""
+    if micro_batches == 1:
+        return mean_count(batch["attention_mask"].float().sum())
+    return mean_count(batch["tokens"].sum()) / micro_batches
 
 
 def scores(model: PreTrainedModel, batch: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -167,9 +167,10 @@ def test_without_torch_xla_losses_stay_with_xlas(plain, run_of, tmp_path, monkey
             "float32",
             4,
             1,
-            "CPU_NUM_DEVICES is 4.*--device cpu runs on one device: unset it.*--device xla",
+            "CPU_NUM_DEVICES is 4.*--device cpu runs on one device per process: unset it.*--device "
+            "xla",
         ),
-        ("cuda", "float32", 1, 2, "WORLD_SIZE is 2.*--device cuda.*--device xla"),
+        ("cuda", "float32", 1, 2, "WORLD_SIZE is 2, and RANK, .*start the processes by torchrun"),
         (
             "cuda",
             "float32",

@@ -682,7 +682,7 @@ def test_values_that_are_refused(refused, script, flags, pattern, monkeypatch):
     ids=["mesh", "state"],
 )
 def test_one_device_of_plain_pytorch_has_nothing_to_cut(layout, flag):
-    message = f"{flag}, but --device cpu runs on one device.*--device xla"
+    message = f"{flag}, but with --device cpu each process has the whole model.*--device xla"
     with pytest.raises(InputError, match=message):
         sharding.arranged(CPU, layout)
 

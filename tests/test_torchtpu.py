@@ -70,6 +70,14 @@ def test_without_torchtpu_tpu_says_how_to_install_it(set_up):
         set_up()
 
 
+def test_torchtpu_takes_one_chip(set_up, monkeypatch):
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT"):
+        monkeypatch.setenv(name, "2")
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    with pytest.raises(InputError, match="WORLD_SIZE is 2, but --device tpu runs on one chip"):
+        set_up()
+
+
 def test_a_command_ends_with_the_sentence_of_a_missing_chip(tmp_path):
     """`import torch` loads the backends that it finds: with the stand-in it would end with its
     error."""

@@ -347,15 +347,14 @@ def train_step(
 
 
 def eval_step(state: State, batch: dict[str, Tensor], config: Config, mesh: Mesh) -> Tensor:
-    """Returns (logit, label, mask) of each example of the whole batch, [B, 3], replicated: every
-    host can read all of them."""
+    """Returns (logit, label, mask) of each example of the whole batch, [B, 3]: every host can read
+    all of them."""
     with torch.no_grad():
         embedded = state.embeddings(batch["ids"], batch.get("present"))
         with mesh.autocast():
             logits = state.model(batch["dense"], embedded)
     scores = torch.stack([logits, batch["label"], batch["mask"]], 1)
-    device.replicate(scores, mesh)
-    return scores
+    return device.whole_batch(scores, mesh)
 
 
 def eval_batch_size(clicks: criteo.ClickLog, mesh: Mesh) -> int:

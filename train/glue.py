@@ -470,7 +470,7 @@ def train_step(
 ) -> dict[str, Tensor]:
     """Updates once on a batch; returns the mean loss and the gradients' norm."""
     sums = forward(state, batch, config, mesh)
-    loss = sums["loss"] / sums["examples"]
+    loss = sums["loss"] / device.mean_over_processes(sums["examples"])
     loss.backward()
     metrics = {"loss": loss.detach()}
     metrics |= update(state, config)
@@ -486,13 +486,10 @@ def update(state: State, config: Config) -> dict[str, Tensor]:
 
 
 def eval_step(state: State, batch: dict[str, Tensor], config: Config, mesh: Mesh) -> Tensor:
-    """Returns the logits [B, labels] of the whole batch, replicated: every host can read all of
-    them."""
+    """Returns the logits [B, labels] of the whole batch: every host can read all of them."""
     with torch.no_grad(), mesh.autocast():
         logits = classification.compute_logits(state.model, batch)
-    logits = logits.float()
-    device.replicate(logits, mesh)
-    return logits
+    return device.whole_batch(logits.float(), mesh)
 
 
 def check_evaluation(data: Data, config: Config, mesh: Mesh) -> None:

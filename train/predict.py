@@ -271,8 +271,8 @@ def set_up(config: Config, chosen_precision: str, vmem_kib: int) -> Mesh:
     )
     if mesh.process_count > 1:
         raise InputError(
-            f"predictions are made on one host, not on {mesh.process_count}; "
-            "run it on a TPU with one host, a part of the data on each"
+            f"predictions are made on one host, by one process, not {mesh.process_count}; "
+            "run it on a TPU with one host, or without torchrun, a part of the data in each run"
         )
     return mesh
 

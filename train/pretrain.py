@@ -302,7 +302,13 @@ def forward(
             first dimension of B; in a micro-batch also `objectives.counts` of the whole batch.
     """
     with mesh.autocast():
-        return objectives.losses(state.model, state.teacher, batch, config.update_every)
+        return objectives.losses(
+            state.model,
+            state.teacher,
+            batch,
+            config.update_every,
+            device.mean_over_processes,
+        )
 
 
 def train_step(

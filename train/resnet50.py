@@ -477,7 +477,13 @@ def build(config: Config, data: Data, mesh: Mesh) -> State:
             f"--norm-groups is {norm_groups}; "
             f"it must be 1 or a multiple of {mesh.num_devices} devices"
         )
+    if norm_groups < mesh.parts:
+        raise InputError(
+            f"--norm-groups is {norm_groups}, of more images than one of {mesh.parts} processes "
+            f"has; give a multiple of {mesh.parts}, one process, or --device xla"
+        )
 
+    norm_groups //= mesh.parts  # those of this process
     model = resnet(config.model, len(data.train.classes), norm_groups=norm_groups)
     if config.weights:
         tensors, head = open_weights(config, data.train)
@@ -608,18 +614,16 @@ def average_step(average: nn.Module, model: nn.Module, weight: Tensor, mesh: Mes
 def eval_step(
     state: State, batch: dict[str, Tensor], config: Config, mesh: Mesh
 ) -> dict[str, Tensor]:
-    """Returns what an evaluation needs of the whole batch: for classes the sums of `class_sums`;
-    for other objectives "logits" [B, outputs] and "known" [B], 0 for an image that could not be
-    decoded, both replicated: every host can read all of them."""
+    """Returns what an evaluation needs: for classes the sums of `class_sums`; for other objectives,
+    of the whole batch, so that every host can read it, "logits" [B, outputs] and "known" [B], 0 for
+    an image that could not be decoded."""
     with torch.no_grad():
         logits = compute_logits(state, batch, mesh)
     if config.objective == "classes":
         return class_sums(logits, batch)
 
     outputs = {"logits": logits, "known": is_known(batch["label"]).float()}
-    for output in outputs.values():
-        device.replicate(output, mesh)
-    return outputs
+    return {name: device.whole_batch(output, mesh) for name, output in outputs.items()}
 
 
 def is_known(labels: Tensor) -> Tensor:

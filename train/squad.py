@@ -356,13 +356,11 @@ def update(state: State, config: Config) -> dict[str, Tensor]:
 
 
 def eval_step(state: State, batch: dict[str, Tensor], config: Config, mesh: Mesh) -> Tensor:
-    """Returns the logits [B, 2, T] of the whole batch, of first and last tokens, replicated: every
-    host can read all of them."""
+    """Returns the logits [B, 2, T] of the whole batch, of first and last tokens: every host can
+    read all of them."""
     with torch.no_grad(), mesh.autocast():
         logits = spans.compute_logits(state.model, batch)
-    logits = logits.float()
-    device.replicate(logits, mesh)
-    return logits
+    return device.whole_batch(logits.float(), mesh)
 
 
 def check_evaluation(data: Data, config: Config, mesh: Mesh) -> None:

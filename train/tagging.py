@@ -438,7 +438,7 @@ def train_step(
 ) -> dict[str, Tensor]:
     """Updates once on a batch; returns the mean loss and the gradients' norm."""
     sums = forward(state, batch, config, mesh)
-    loss = sums["loss"] / sums["words"]
+    loss = sums["loss"] / device.mean_over_processes(sums["words"])
     loss.backward()
     metrics = {"loss": loss.detach()}
     metrics |= update(state, config)
@@ -456,7 +456,7 @@ def update(state: State, config: Config) -> dict[str, Tensor]:
 def eval_step(
     state: State, batch: dict[str, Tensor], config: Config, mesh: Mesh
 ) -> dict[str, Tensor]:
-    """Returns, of the whole batch, replicated so that every host can read it: "classes" int32
+    """Returns, of the whole batch, so that every host can read it: "classes" int32
     [B, T], the most probable class of each token; "probabilities" [B, T], that class's; and "loss"
     [B], the sum over a row's words."""
     with torch.no_grad(), mesh.autocast():
@@ -469,9 +469,7 @@ def eval_step(
         "probabilities": (highest - logits.logsumexp(2)).exp(),
         "loss": losses.sum(1),
     }
-    for tensor in found.values():
-        device.replicate(tensor, mesh)
-    return found
+    return {name: device.whole_batch(tensor, mesh) for name, tensor in found.items()}
 
 
 def check_evaluation(data: Data, config: Config, mesh: Mesh) -> None:

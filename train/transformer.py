@@ -318,7 +318,8 @@ def train_step(
 ) -> dict[str, Tensor]:
     """Updates once on a batch; returns the mean loss and nll of its tokens."""
     sums = forward(state, batch, config, mesh)
-    means = {name: sums[name] / sums["tokens"] for name in ("loss", "nll")}
+    tokens = device.mean_over_processes(sums["tokens"])
+    means = {name: sums[name] / tokens for name in ("loss", "nll")}
     means["loss"].backward()
     update(state, config)
     state.optimizer.zero_grad(set_to_none=True)

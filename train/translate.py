@@ -192,9 +192,7 @@ class Translator:
 
         # Copies: a slice would keep all hypotheses as results of the program.
         best = {"tokens": tokens[:, 0].clone(), "score": scores[:, 0].clone()}
-        for tensor in best.values():
-            device.replicate(tensor, self.mesh)
-        return best
+        return {name: device.whole_batch(tensor, self.mesh) for name, tensor in best.items()}
 
     def __call__(self, sentences: Any, unknown_word: str = "<unk>") -> list[str]:
         """Returns the translations of sentences, a data set of data/wmt.py, in its order.
@@ -427,6 +425,8 @@ def main(config: Config) -> None:
     exported = export.settings.get("precision", "")
     chosen = precision.choose(config.precision, exported, config.model_dir)
     mesh = device.setup(0, chosen, config.strict, config.device, safe_forms=config.safe_forms)
+    if mesh.parts > 1:
+        raise InputError(f"text is translated by one process, not {mesh.parts}: leave out torchrun")
     model, codec = restore(export, mesh, config.pieces)
     del export  # its weights are on the device now
     # The property raises InputError where the dictionary does not show what its pieces are: here

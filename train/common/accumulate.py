@@ -104,7 +104,8 @@ class AccumulatedStep:
             )
         for number, micro_batch in enumerate(micro_batches, micro_batches.first):
             device.seed_step(config.seed, number)
-            self._gradient_step(self._forward, state, micro_batch, self._totals, config, mesh)
+            with device.accumulating(micro_batches.left > 0):
+                self._gradient_step(self._forward, state, micro_batch, self._totals, config, mesh)
         return self._update_step(self._update, state, self._totals, config, self._per)
 
 
@@ -131,7 +132,7 @@ def update_step(
 
     It sets gradients and totals to zero.
     """
-    count = totals[per] if per else config.update_every
+    count = device.mean_over_processes(totals[per]) if per else config.update_every
     gradients = []
     for parameter in state.model.parameters():
         # What is not trained, such as sinusoidal positions, has no gradient. With zeros it would

@@ -344,12 +344,12 @@ def data_loader(
     """Returns a DataLoader of what `maker` makes of these keys, in order.
 
     Args:
-        workers: processes; 0 makes the batches in this one, -1 takes one per core.
+        workers: processes; 0 makes the batches in this one, -1 takes one per core, or this
+            process's share of the cores where torchrun has started several.
     """
-    if workers < 0 and hasattr(os, "sched_getaffinity"):
-        workers = len(os.sched_getaffinity(0))
-    elif workers < 0:  # macOS
-        workers = os.cpu_count()
+    if workers < 0:
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+        workers = max(cores // int(os.environ.get("LOCAL_WORLD_SIZE") or 1), 1)
     return DataLoader(
         maker,
         batch_size=None,  # a key makes a batch

@@ -8,6 +8,7 @@ import re
 import select
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import fields, is_dataclass
 from typing import Any
@@ -18,6 +19,7 @@ from tyro import _errors as tyro_errors  # private, hence tyro's exact version i
 import optional
 from errors import InputError
 from train.common import interrupt
+from train.common.mesh import LostProcess
 
 # What makes a preset a trial: it needs no files, no TPU and no second core.
 TRIAL = {"data": "synthetic", "precision": "float32", "workers": 0}
@@ -32,6 +34,7 @@ REMOVED = {
 }
 
 STDOUT = 1  # file descriptor
+FIRST_PRINTS = 10  # seconds that other processes leave the first one to print an error
 READER_LEFT = (
     "error: ended, since the program that read the output has ended, such as head in `| head`; "
     "the same command resumes an unfinished run; `> log` needs no reader"
@@ -70,8 +73,12 @@ def run(
             with _giving(sys.argv[1:]):
                 main(config)
     except InputError as error:
+        _leave_to_the_first()
         print(f"error: {error}", file=sys.stderr, flush=True)
         sys.exit(2)
+    except LostProcess as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        sys.exit(1)
     except KeyboardInterrupt:
         print(interrupt.ENDED, file=sys.stderr, flush=True)
         sys.exit(interrupt.CODE)
@@ -82,6 +89,13 @@ def run(
         os.dup2(os.open(os.devnull, os.O_WRONLY), STDOUT)
         print(READER_LEFT, file=sys.stderr, flush=True)
         sys.exit(128 + signal.SIGPIPE)
+
+
+def _leave_to_the_first() -> None:
+    """Gives the first process of several the time to print the same error alone: when it has ended,
+    torchrun ends the others."""
+    if os.environ.get("WORLD_SIZE", "1") != "1" and os.environ.get("RANK", "0") != "0":
+        time.sleep(FIRST_PRINTS)
 
 
 def _reader_has_left() -> bool:

@@ -2,9 +2,9 @@
 
     xla          xla/backend.py: one program serves one core and a pod (SPMD); a step is one
                  compiled graph
-    cpu, cuda    eager.py: plain PyTorch on one device, operation by operation; torch_xla need not
-                 be installed
-    tpu          the same through TorchTPU, see torchtpu.py; never run
+    cpu, cuda    eager.py: plain PyTorch on one device per process, operation by operation;
+                 torch_xla need not be installed
+    tpu          the same on one chip through TorchTPU, see torchtpu.py; never run
 
 Nothing else asks which one it is. train/common/xla and train/common/embedding/xla_devices.py alone
 import torch_xla.
@@ -55,8 +55,8 @@ def setup(
             xla/backend.py); or "fast_float32", with the hardware's own products: one pass of
             bfloat16 on a TPU, TF32 on a GPU.
         kind: "xla": a TPU where there is one, else XLA's CPU backend (`CPU_NUM_DEVICES=4` gives it
-            four virtual devices); "cpu" or "cuda": plain PyTorch on one device; "tpu": the same
-            by TorchTPU, never run.
+            four virtual devices); "cpu" or "cuda": plain PyTorch on one device, or on one of each
+            process that torchrun has started; "tpu": the same on one chip by TorchTPU, never run.
         vmem_kib: KiB of a TPU core's vector memory that one fusion may use, unless LIBTPU_INIT_ARGS
             says how many; 0: libtpu's own.
         safe_forms: asks the TPU's compiler for nothing that it may die of, and tells `build` so by
@@ -156,6 +156,7 @@ def to_device(model: nn.Module, mesh: Mesh, rules: Callable | None = None) -> nn
         mesh.layers.arrange(model, rules)
     for tensor in [*model.parameters(), *model.buffers()]:
         annotate_placement(tensor, mesh)
+    _backend.train_together(model, mesh)
     return model
 
 
@@ -177,6 +178,35 @@ def replicate(tensor: Tensor, mesh: Mesh) -> None:
     Without an annotation, what a first step returns would be the input of another graph.
     """
     annotate(tensor.data, mesh.spmd, (None,) * tensor.dim())
+
+
+def whole_batch(rows: Tensor, mesh: Mesh) -> Tensor:
+    """Returns a tensor [B, ...] of the whole batch, which every host can read, in the order of the
+    batch.
+
+    Args:
+        rows: on XLA the tensor itself, which is annotated as whole on every device. In plain
+            PyTorch the rows that this process has of it, [B / processes, ...].
+    """
+    replicate(rows, mesh)
+    return _backend.gather_rows(rows)
+
+
+def mean_over_processes(value: Tensor) -> Tensor:
+    """Returns the mean over processes of a tensor that each computes of its own rows of a batch;
+    without its gradient. On XLA, where a step has the whole batch, it is the tensor itself.
+
+    A loss that is a sum over examples, tokens or words is divided by the mean of their counts. The
+    mean of such losses over the processes, which their gradients are those of, is the sum of the
+    whole batch divided by its count.
+    """
+    return _backend.mean_over_processes(value)
+
+
+def accumulating(is_accumulating: bool) -> contextlib.AbstractContextManager:
+    """Returns a context in which backward passes do not average gradients over processes, if
+    another one of the same update will follow, which averages the sums of all."""
+    return _backend.accumulating(is_accumulating)
 
 
 def annotate_placement(tensor: Tensor, mesh: Mesh, of: Tensor | None = None) -> None:
@@ -339,8 +369,9 @@ def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
 
 
 def seed_step(seed: int, step: int) -> None:
-    """Makes the next step's random numbers (dropout) depend on (seed, step) alone."""
-    sequence = np.random.SeedSequence((seed, step))
+    """Makes the next step's random numbers (dropout) depend on (seed, step) alone; in plain PyTorch
+    on several processes also on the process, which draws for its own rows."""
+    sequence = np.random.SeedSequence((seed, step, *_backend.own_seed()))
     _backend.set_seed(int(sequence.generate_state(1, np.uint32)[0]))
 
 
@@ -354,7 +385,8 @@ def fetch(values: Sequence[Tensor]) -> list[float]:
 
 
 def fetch_sums(batches: Sequence[Mapping[str, Tensor]]) -> dict[str, float]:
-    """Sums the 0-d tensors of an evaluation step over its batches, by name.
+    """Sums the 0-d tensors of an evaluation step over its batches, by name; over those of all
+    processes, where each has computed them of its own rows.
 
     They are read in one transfer and added in Python's double precision.
     """
@@ -363,7 +395,8 @@ def fetch_sums(batches: Sequence[Mapping[str, Tensor]]) -> dict[str, float]:
     for batch in batches:
         for name in names:
             tensors.append(batch[name])
-    values = fetch(tensors)
+    numbers = torch.tensor(fetch(tensors), dtype=torch.float64)
+    values = _backend.gather_rows(numbers).tolist()
     return {name: math.fsum(values[i :: len(names)]) for i, name in enumerate(names)}
 
 
@@ -393,7 +426,7 @@ def wait_for_steps() -> None:
     _backend.wait_for_steps()
 
 
-# ---- hosts of a pod ------------------------------------------------------------------------------
+# ---- hosts of a pod, processes of plain PyTorch --------------------------------------------------
 class OverHosts(NamedTuple):
     """A number of each host."""
 
@@ -412,8 +445,11 @@ def over_hosts(mesh: Mesh, value: int) -> OverHosts:
         return OverHosts(value, value, value)
 
     devices_per_host = mesh.num_devices // mesh.process_count
-    rows = torch.full((devices_per_host,), value, dtype=torch.int64)
-    numbers = upload(rows, mesh)
+    if mesh.compiles:
+        rows = torch.full((devices_per_host,), value, dtype=torch.int64)
+        numbers = upload(rows, mesh)
+    else:
+        numbers = _backend.gather_rows(torch.tensor([value]))  # on the host, not the device
     low, high, total = fetch([numbers.min(), numbers.max(), numbers.sum()])
     return OverHosts(int(low), int(high), int(total) // devices_per_host)
 

@@ -24,6 +24,11 @@ class GraphError(RuntimeError):
     middle."""
 
 
+class LostProcess(RuntimeError):
+    """Another process of the run has ended, or does not answer. The command line prints it as one
+    line."""
+
+
 @tyro.conf.configure(tyro.conf.OmitArgPrefixes)  # --mesh, not --layout.mesh
 @dataclass(frozen=True)
 class Layout:
@@ -47,6 +52,7 @@ class Mesh:
     # PyTorch.
     spmd: Any
     num_devices: int  # of all hosts
+    # A host is a process: of a pod, one of each machine; in plain PyTorch, one of each device.
     process_index: int  # of this host
     process_count: int  # hosts
     kind: str  # hardware, such as "TPU v5 lite" or "CPU"
@@ -71,6 +77,12 @@ class Mesh:
         """True on XLA, where a step is one compiled program; False in plain PyTorch, which runs one
         operation after the other."""
         return self.spmd is not None
+
+    @property
+    def parts(self) -> int:
+        """How many processes compute a loss each, of their own rows of a batch. 1 on XLA, on pods
+        too, where the tensors of a step are those of the whole batch."""
+        return 1 if self.compiles else self.process_count
 
     @property
     def shapes_may_vary(self) -> bool:

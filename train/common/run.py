@@ -25,6 +25,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from errors import InputError
@@ -390,7 +391,7 @@ class Run:
             for value in line.values.values():
                 if isinstance(value, Tensor):
                     tensors.append(value)
-        on_host = iter(device.read(tensors))
+        on_host = iter(self._over_processes(device.read(tensors)))
         clock = self._read_clock()  # after the read, which waits for the device
 
         for line in lines:
@@ -400,6 +401,14 @@ class Run:
                     value = next(on_host)
                 values[key] = value.item() if hasattr(value, "item") else value
             self._write_line(line, values, clock)
+
+    def _over_processes(self, tensors: list[Tensor]) -> list[Tensor]:
+        """Returns the means over processes of 0-d tensors on the host, each of its own type."""
+        if self.mesh.parts == 1 or not tensors:
+            return tensors
+        numbers = torch.stack([tensor.double() for tensor in tensors])
+        means = device.mean_over_processes(numbers)
+        return [mean.to(tensor.dtype) for mean, tensor in zip(means, tensors, strict=True)]
 
     def _write_line(self, line: _Line, values: dict[str, float], clock: dict[str, float]) -> None:
         """Writes a line of training metrics; `values` are its own, on the host."""
@@ -633,6 +642,8 @@ class Run:
         # The error that ends the run, such as a checkpoint's, is the one to show. SystemExit, with
         # which a run leaves that is asked to stop, is none: an upload that then fails is shown.
         already_failing = isinstance(sys.exc_info()[1], Exception)
+        if already_failing and self.mesh.parts > 1:
+            self._pending = []  # the other processes do not come to average these lines
         hidden = (InputError, OSError) if already_failing else ()
         try:
             with contextlib.suppress(*hidden):

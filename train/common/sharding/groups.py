@@ -42,8 +42,14 @@ def axes(mesh: Mesh, **sizes: int) -> Axes:
     Without sizes the axes are those of `--mesh`, or all devices as "data".
 
     Raises:
-        InputError: the sizes do not multiply to the number of devices.
+        InputError: the sizes do not multiply to the number of devices; or there are several
+            processes of plain PyTorch.
     """
+    if mesh.parts > 1:
+        raise InputError(
+            f"groups of devices are within one process, and there are {mesh.parts}: "
+            "start one, or use --device xla"
+        )
     if not sizes:
         sizes = _own_sizes(mesh)
 

@@ -69,13 +69,13 @@ def arranged(mesh: Mesh, layout: Layout) -> Mesh:
 
 
 def _check_one_device(mesh: Mesh, layout: Layout) -> None:
-    """Raises InputError where a layout asks for several devices of plain PyTorch."""
+    """Raises InputError where a layout cuts a model or its state in plain PyTorch."""
     shard_state = "" if layout.shard_state == "none" else layout.shard_state
     for flag, given in (("--mesh", layout.mesh), ("--shard-state", shard_state)):
         if given:
             raise InputError(
-                f"{flag} is {given}, but --device {mesh.device.type} runs on one device: "
-                "leave it out, or use --device xla"
+                f"{flag} is {given}, but with --device {mesh.device.type} each process has the "
+                "whole model and its state on one device: leave it out, or use --device xla"
             )
 
 

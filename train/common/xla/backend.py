@@ -21,7 +21,7 @@ import torch_xla.core.xla_model as xm
 import torch_xla.debug.metrics as met
 import torch_xla.distributed.spmd as xs
 import torch_xla.runtime as xr
-from torch import Tensor
+from torch import Tensor, nn
 from torch_xla import backends
 
 from train.common import hooks, progress
@@ -246,6 +246,30 @@ def upload(tensor: Tensor, mesh: Mesh) -> Tensor:
     """Does what device.upload says."""
     sharding = row_sharding(mesh.spmd, tensor.dim(), mesh.process_count > 1)
     return xm.send_cpu_data_to_device(tensor, mesh.device, sharding)[0]
+
+
+def gather_rows(rows: Tensor) -> Tensor:
+    """Returns the tensor itself: it has the rows of all hosts."""
+    return rows
+
+
+def mean_over_processes(value: Tensor) -> Tensor:
+    """Returns the tensor itself: it is of the whole batch."""
+    return value
+
+
+def train_together(model: nn.Module, mesh: Mesh) -> None:
+    """Does nothing: XLA adds up the gradients of the devices."""
+
+
+def accumulating(is_accumulating: bool) -> contextlib.AbstractContextManager:
+    """Does nothing, likewise."""
+    return contextlib.nullcontext()
+
+
+def own_seed() -> tuple[int, ...]:
+    """Returns (): all devices draw the numbers of one program."""
+    return ()
 
 
 @functools.cache

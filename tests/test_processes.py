@@ -1,0 +1,184 @@
+"""The scripts in several real processes of plain PyTorch, with gloo's collectives
+(tests/process_runs.py): the losses of one process, an exact resume, and an end of all together."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers import environment, equal, exported, losses, records
+
+from errors import InputError
+from train.common import device, processes
+
+ROOT = Path(__file__).parent.parent
+# Runs tests/process_runs.py as if these were not installed.
+WITHOUT_XLA = """
+import sys
+sys.modules["torch_xla"] = sys.modules["libtpu"] = None
+import process_runs
+process_runs.main(sys.argv[1], sys.argv[2:])
+"""
+# Sums are taken in another order: 1e-7 in a loss. Updates make more of it, most of them Adam's and
+# batch norm's, which divide by numbers near 0.
+ROUNDING = 2e-5
+ROUNDING_OF = {"resnet50": 1e-4}
+FEW = ("glue", "resnet50")
+ALL = (
+    *FEW,
+    "glue-accumulated",
+    "squad",
+    "tagging",
+    "tagging-accumulated",
+    "pretrain",
+    "pretrain-accumulated",
+    "distilbert",
+    "transformer",
+    "transformer-accumulated",
+)
+
+
+class Runs:
+    """What tests/process_runs.py has left of its groups of runs."""
+
+    def __init__(self, folder: Path, *groups: str):
+        self.folder = folder
+        places = f"{ROOT}:{ROOT / 'tests'}"
+        variables = environment(1, PYTHONPATH=places, OMP_NUM_THREADS="1")
+        command = [sys.executable, "-c", WITHOUT_XLA, folder, *groups]
+        self.result = subprocess.run(command, env=variables, capture_output=True, timeout=1200)
+        assert self.result.returncode == 0, self.result.stderr.decode() + self.printed(2)
+
+    def printed(self, count: int) -> str:
+        """Returns what the processes of groups of this size have printed."""
+        path = self.folder / f"{count}.log"
+        return path.read_text() if path.exists() else ""
+
+    def found(self, run: str, count: int = 2) -> list[Any]:
+        """Returns what each of `count` processes has found, see tests/process_runs.py."""
+        paths = [self.folder / f"{run}-{count}-{index}" for index in range(count)]
+        return [json.loads(path.read_text()) for path in paths if path.exists()]
+
+    def losses(self, run: str, count: int) -> list[float]:
+        """Returns the training losses of a run on `count` processes."""
+        return losses(self.folder / str(count) / run)
+
+
+@pytest.fixture(scope="module")
+def few(tmp_path_factory) -> Runs:
+    """Some runs on one and on two processes."""
+    return Runs(
+        tmp_path_factory.mktemp("processes"),
+        f"1 {' '.join(FEW)}",
+        f"2 ddp {' '.join(FEW)} stop resume refuse",
+        "2 die",
+    )
+
+
+def assert_same_losses(runs: Runs, run: str, count: int) -> None:
+    """Asserts that a run on `count` processes has the losses and metrics of that on one."""
+    rounding = ROUNDING_OF.get(run, ROUNDING)
+    alone = runs.losses(run, 1)
+    assert len(alone) >= 4
+    assert max(alone) - min(alone) > 100 * rounding
+    assert runs.losses(run, count) == pytest.approx(alone, rel=rounding)
+
+    (expected,) = runs.found(run, 1)
+    metrics = runs.found(run, count)
+    assert len(metrics) == count
+    assert all(each == metrics[0] for each in metrics)
+    assert metrics[0] == pytest.approx(expected, rel=10 * rounding)
+
+
+@pytest.mark.parametrize("run", FEW)
+def test_two_processes_have_the_losses_of_one(run, few):
+    """An epoch of glue ends with a batch whose examples are all of the first process."""
+    assert_same_losses(few, run, 2)
+
+
+def test_gradients_are_those_of_distributed_data_parallel(few):
+    first, second = few.found("ddp")
+    for found in (first, second):
+        assert found["equal"]  # of a shared weight, in many buckets
+        assert found["unused"]  # it has no gradient, and would decay with zeros
+        assert found["names"]  # of the state
+
+
+def test_running_statistics_are_the_mean_of_all_processes(few):
+    first, second = few.found("ddp")
+    assert first["norm"] == second["norm"]
+    assert first["own norm"] != second["own norm"]
+    means = [(a + b) / 2 for a, b in zip(first["own norm"], second["own norm"], strict=True)]
+    assert first["norm"] == pytest.approx(means, abs=1e-7)
+
+
+def test_each_process_draws_its_own_numbers(few):
+    first, second = few.found("ddp")
+    assert first["drawn"] != second["drawn"]
+
+
+def test_a_signal_to_one_process_stops_all_in_one_step(few):
+    assert few.found("stop") == [143, 143]
+    assert "stopped by a signal at step 10: saved" in few.printed(2)
+
+    stopped = few.folder / "stopped/glue"
+    straight = few.folder / "2/glue"
+    assert len(json.loads((stopped / "config.json").read_text())["starts"]) == 2
+    assert records(stopped) == records(straight)
+    assert equal(exported(stopped), exported(straight))
+
+
+def test_a_process_that_dies_ends_the_others_in_a_sentence(few):
+    assert few.found("die") == [1]  # the other one has been killed
+    lines = few.printed(2).splitlines()
+    (said,) = [line for line in lines if line.startswith("error:")]
+    assert "another one of the run, which has ended or does not answer" in said
+    assert lines[-1] == said  # and no traceback
+
+
+def test_what_processes_cannot_have_is_refused_by_all(few):
+    first, second = few.found("refuse")
+    assert first == second
+    assert "--shard-state is full, but with --device cpu each process" in first["glue"]
+    assert "--norm-groups is 1, of more images than one of 2 processes" in first["resnet50"]
+
+
+# ---- without processes ---------------------------------------------------------------------------
+def test_half_of_torchruns_variables_are_refused(monkeypatch):
+    for name in processes.VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    assert processes.place() == (0, 1, 0)
+
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "1")
+    missing = "LOCAL_RANK, MASTER_ADDR, MASTER_PORT is not set: .*torchrun"
+    with pytest.raises(InputError, match=f"WORLD_SIZE is 2, and {missing}"):
+        processes.place()
+
+
+def test_fewer_gpus_than_processes_are_refused(monkeypatch):
+    values = {"RANK": 3, "LOCAL_RANK": 3, "WORLD_SIZE": 4, "MASTER_ADDR": "x", "MASTER_PORT": 1}
+    for name, value in {**values, "CPU_NUM_DEVICES": 1}.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setattr(device, "_backend", None)
+    monkeypatch.setattr(processes.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(processes.torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(InputError, match="there are 2 GPUs here, too few for 4 processes"):
+        device.setup(0, "float32", kind="cuda")
+
+
+# ---- slow ----------------------------------------------------------------------------------------
+@pytest.fixture(scope="module")
+def many(tmp_path_factory) -> Runs:
+    """All runs on one, two and four processes."""
+    runs = " ".join(ALL)
+    return Runs(tmp_path_factory.mktemp("all"), *(f"{count} {runs}" for count in (1, 2, 4)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.parametrize("run", ALL)
+def test_every_script_has_the_losses_of_one_process(run, count, many):
+    assert_same_losses(many, run, count)
