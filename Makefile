@@ -20,9 +20,11 @@ ifeq ($(origin PYTHON),undefined)
 PYTHON := $(firstword $(shell for python in python3.11 python3.12 python3.13; do $$python -c 1 2>&- && echo $$python; done; true) python3.11)
 endif
 # Plain PyTorch needs less; an environment that has all serves it, too. Other targets need XLA, or the tools of tests.
-EAGER  := $(if $(filter-out install train grid data translate predict copy,$(MAKECMDGOALS)),,$(filter cpu cuda,$(DEVICE)))
+# TorchTPU needs another torch than torch_xla: an environment of its own.
+EAGER  := $(if $(filter-out install train grid data translate predict copy,$(MAKECMDGOALS)),,$(filter cpu cuda tpu,$(DEVICE)))
+TORCH_TPU := $(filter tpu,$(EAGER))
 ifneq ($(origin VENV),command line)
-VENV   := $(if $(EAGER),$(if $(wildcard .venv/.installed),.venv,.venv-eager),.venv)
+VENV   := $(if $(TORCH_TPU),.venv-tpu,$(if $(EAGER),$(if $(wildcard .venv/.installed),.venv,.venv-eager),.venv))
 endif
 NEEDED := requirements$(if $(EAGER),$(if $(filter .venv,$(VENV)),,-eager)).txt
 XLA    := $(if $(findstring eager,$(NEEDED)),,yes)
@@ -74,11 +76,12 @@ LIBTPU_THERE := $(LIBTPU_FOLDERS:libtpu-%.dist-info=%)
 PY := $(VENV)/bin/python
 FAIRSEQ := .venv-fairseq
 JAX := .venv-jax
+NEWEST_TORCH := .venv-newest
 LIBTPU := .libtpu
 BOARD := .venv-board
 
 .DEFAULT_GOAL := help
-.PHONY: help install train grid copy translate predict data compile compile-all logs stop status board doctor accept test guards test-all bench lint clean fairseq fairseq-golden jax \
+.PHONY: help install train grid copy translate predict data compile compile-all logs stop status board doctor accept test guards test-all test-newest bench lint clean fairseq fairseq-golden jax \
 	check-model check-task check-grid check-device check-libtpu check-chips check-data check-translate check-predict check-bench
 
 help:
@@ -101,6 +104,7 @@ help:
 	@echo 'make test                                    all tests: 10 to 15 minutes on two CPU cores'
 	@echo 'make guards                                  the steps cost the TPU what they did, by its compiler: 7 to 18 minutes'
 	@echo 'make test-all                                and the slow ones'
+	@echo 'make test-newest                             plain PyTorch (DEVICE=cpu) on the newest torch, in $(NEWEST_TORCH)'
 	@echo 'make bench BENCH=step_time                   a side-by-side benchmark: $(BENCHES)'
 	@echo 'make lint                                    ruff'
 	@echo 'make fairseq                                 fairseq in an environment of its own, $(FAIRSEQ): the reference'
@@ -112,7 +116,8 @@ help:
 	@echo 'TASK     of the encoders: cola, sst2, mrpc, stsb, qqp, mnli, qnli, rte, wnli: sentences; squad: answers in texts;'
 	@echo '         ner: entities in sentences; pretrain'
 	@echo 'DATA     folder, URL (gs://…), or id of a data set on the hub (see the docstring of train/<script>.py)'
-	@echo 'DEVICE   xla: a TPU, or XLA on this CPU (default); cpu, cuda: plain PyTorch, without torch_xla'
+	@echo 'DEVICE   xla: a TPU, or XLA on this CPU (default); cpu, cuda: plain PyTorch, without torch_xla; tpu: a TPU by'
+	@echo '         TorchTPU, into .venv-tpu; never run (docs/torch_tpu.md)'
 	@echo 'PROCESSES  of make train with DEVICE=cpu or cuda: so many, a device each (default: all GPUs; one on a CPU): docs/processes.md'
 	@echo 'PRESET   full (resnet50: full, modern, finetune, mlperf;'
 	@echo '         dlrm: kaggle, clicks, mlperf_v1, mlperf_v2;'
@@ -143,6 +148,19 @@ mark = @[ -e '$(1)' ] || { mkdir -p '$(1)' && : > '$(1)/$(MARK)'; }
 pip = [ ! -t 1 ] || export PIP_VERBOSE=1; $(1)/bin/pip install --disable-pip-version-check --quiet
 INSTALL_STEPS := $(words environment packages torchrec $(and $(XLA),$(CHIPS),libtpu) $(if $(XLA),import))
 
+# Another torch than the pinned one, for plain PyTorch: all lines of a file but those of torch are installed with it.
+without_torch = grep -v '^torch' $(1) | { $(call pip,$(2)) -r /dev/stdin $(foreach file,$(3),-r $(file)); }
+
+# TorchTPU's environment has no torchrec, see requirements-newest.txt.
+ifneq ($(TORCH_TPU),)
+$(INSTALLED): requirements-eager.txt requirements-newest.txt requirements-torch-tpu.txt | check-device
+	$(call mark,$(VENV))
+	@rm -f $@
+	@echo 'installing TorchTPU and a torch for it into $(VENV): 8 GB; it has never been run with this project, see docs/torch_tpu.md'
+	@$(PYTHON) -m venv $(VENV)
+	@$(call without_torch,requirements-eager.txt,$(VENV),requirements-newest.txt requirements-torch-tpu.txt)
+	touch $@
+else
 # The environment is done when the stamp is there: an install that was cut off starts over. On TPU VMs the launcher gives
 # GET_PYTHON=1.
 $(INSTALLED): $(NEEDED) requirements-torchrec.txt requirements-tpu.txt | check-device check-chips
@@ -170,6 +188,7 @@ $(INSTALLED): $(NEEDED) requirements-torchrec.txt requirements-tpu.txt | check-d
 	@$(if $(XLA),echo '$(INSTALL_STEPS) of $(INSTALL_STEPS): torch_xla is imported to see whether it works')
 	$(if $(XLA),$(PY) -m tpu.libpython install)
 	touch $@
+endif
 
 # Another libtpu than the one that is there.
 ifneq ($(LIBTPU_GIVEN),)
@@ -213,9 +232,9 @@ ifneq ($(TASK),)
 endif
 
 check-device:
-	@case "$$DEVICE" in ''|xla|cpu|cuda) ;; \
-		*) echo "error: DEVICE=$$DEVICE is not known; DEVICE is one of: xla cpu cuda" >&2; $(refuse);; esac
-	@test -z "$$PROCESSES" -o -n '$(and $(EAGER),$(filter train,$(MAKECMDGOALS)))' || \
+	@case "$$DEVICE" in ''|xla|cpu|cuda|tpu) ;; \
+		*) echo "error: DEVICE=$$DEVICE is not known; DEVICE is one of: xla cpu cuda tpu" >&2; $(refuse);; esac
+	@test -z "$$PROCESSES" -o -n '$(and $(filter cpu cuda,$(EAGER)),$(filter train,$(MAKECMDGOALS)))' || \
 		{ echo "error: PROCESSES=$$PROCESSES is for make train with DEVICE=cpu or cuda; leave it out" >&2; $(refuse); }
 
 check-libtpu:
@@ -379,6 +398,20 @@ guards: $(INSTALLED) $(BOTH_COMPILERS)
 test-all: $(INSTALLED) $(WANDB) $(FAIRSEQ)/.installed $(BOTH_COMPILERS)
 	$(PY) -m pytest $(SHARED_OUT) $(ARGS)
 
+# Plain PyTorch on the newest torch: with the files of tests that need no torch_xla, and the slow trials. Not in CI, where
+# it would cost 7 GB and half an hour.
+$(NEWEST_TORCH)/.installed: requirements.txt requirements-newest.txt
+	$(call mark,$(NEWEST_TORCH))
+	@echo 'installing the newest torch into $(NEWEST_TORCH): 7 GB'
+	@$(PYTHON) -m venv $(NEWEST_TORCH)
+	@$(call without_torch,requirements.txt,$(NEWEST_TORCH),requirements-newest.txt)
+	touch $@
+
+ON_NEWEST := $(foreach name,eager resnet encoders heads architectures layers vocabulary,tests/test_$(name).py)
+
+test-newest: $(NEWEST_TORCH)/.installed
+	$(NEWEST_TORCH)/bin/python -m pytest $(SHARED_OUT) -m 'not xla' $(ON_NEWEST) $(ARGS)
+
 check-bench:
 	@test -n '$(filter $(BENCH),$(BENCHES))' || { echo "error: BENCH=$$BENCH is not known; BENCH is one of: $(BENCHES)" >&2; exit 2; }
 
@@ -432,7 +465,7 @@ lint: $(INSTALLED)
 	$(VENV)/bin/ruff format --check .
 
 # Environments of versions before the mark are known by their names here and by the stamp of their installation.
-OWN := .venv .venv-eager $(FAIRSEQ) $(JAX) $(BOARD) $(LIBTPU)
+OWN := .venv .venv-eager .venv-tpu $(FAIRSEQ) $(JAX) $(NEWEST_TORCH) $(BOARD) $(LIBTPU)
 CODE := train models data tpu bench research docs examples copied tests
 
 clean:

@@ -135,9 +135,11 @@ def needed(
     return sorted(found), others
 
 
-def requirements(modules: set[str], root: Path = ROOT) -> tuple[list[str], list[str]]:
+def requirements(
+    modules: set[str], root: Path = ROOT, device: str = ""
+) -> tuple[list[str], list[str]]:
     """Returns the lines of requirements.txt, and those of requirements-torchrec.txt, that these
-    modules need."""
+    modules need on a device ("": on all)."""
     wanted = set()
     for name in modules:
         package = name.split(".")[0]
@@ -146,6 +148,11 @@ def requirements(modules: set[str], root: Path = ROOT) -> tuple[list[str], list[
         wanted.update(ALONG.get(distribution, []))
 
     lines = (root / "requirements.txt").read_text().splitlines()
+    if device == "tpu":  # TorchTPU, and a torch for it
+        lines = [line for line in lines if not line.startswith("torch")]
+        for name in ("requirements-newest.txt", "requirements-torch-tpu.txt"):
+            lines += (root / name).read_text().splitlines()
+        wanted.update(("torch-tpu", "libtpu"))
     plain = [line for line in lines if line.split("==")[0] in wanted]
     torchrec = []
     if "torchrec" in wanted:
@@ -160,7 +167,7 @@ def removable(
     files, modules = needed(script, model, device, extras, root)
     smaller = {}  # argument of `make copy` -> what a copy without it needs
     if not device:
-        smaller["DEVICE=xla"] = needed(script, model, "cpu", extras, root)
+        smaller["DEVICE=xla"] = needed(script, model, "tpu", extras, root)  # all the others
         smaller["DEVICE=cpu"] = needed(script, model, "xla", extras, root)
     for name in extras:
         others = [other for other in extras if other != name]
@@ -168,8 +175,8 @@ def removable(
 
     found = []
     for given, (left, left_modules) in smaller.items():
-        lines = requirements(modules, root)[0]
-        left_lines = requirements(left_modules, root)[0]
+        lines = requirements(modules, root, device)[0]
+        left_lines = requirements(left_modules, root, device)[0]
         names = [line.split("==")[0] for line in lines if line not in left_lines]
         only_its_own = [file for file in files if file not in left]
         if only_its_own:
@@ -221,6 +228,11 @@ def copy(
             f"error: DEVICE={device} is not known; "
             f"DEVICE is one of: {' '.join(DEVICES)}, or left out for all"
         )
+    if device == "tpu" and model == "dlrm":
+        sys.exit(
+            "error: MODEL=dlrm is not for DEVICE=tpu: torchrec, which it needs, has no release for "
+            "the torch of TorchTPU; leave out DEVICE=tpu"
+        )
     for name in extras:
         if name not in EXTRAS:
             known = " ".join(EXTRAS)
@@ -235,7 +247,7 @@ def copy(
         sys.exit(f"error: TO={to} is there and not an empty folder; give another, or empty it")
 
     files, modules = needed(script, model, device, extras, root)
-    plain, torchrec = requirements({*modules, "pytest"}, root)
+    plain, torchrec = requirements({*modules, "pytest"}, root, device)
     made = readme.Copy(
         script=script,
         model=model if script in CHOOSES_MODEL else "",
@@ -268,7 +280,7 @@ def main() -> None:
         default="",
         help=f"one with a script of its own: {' '.join(SCRIPTS_OF_TASKS)}; or one of GLUE",
     )
-    add("--device", default="", help="only for xla, cpu or cuda; left out: for all three")
+    add("--device", default="", help="only for xla, cpu, cuda or tpu; left out: for all")
     add("--with", dest="extras", default="", help=f"what it can do without: {' '.join(EXTRAS)}")
     add("--to", required=True, help="a new or empty folder")
     options = parser.parse_args()

@@ -208,8 +208,8 @@ PARTS = (
     Part(
         name="eager",
         modules=("train.common.eager", "train.common.start_processes"),
-        given=("DEVICE=cpu", "DEVICE=cuda"),
-        needed_by="--device cpu or cuda",
+        given=("DEVICE=cpu", "DEVICE=cuda", "DEVICE=tpu"),
+        needed_by="--device cpu, cuda or tpu",
         gives="plain PyTorch, on the CPU or a GPU (`--device cpu`, `--device cuda`)",
         missing=NO_DEVICE,
         foreign=True,
@@ -221,6 +221,12 @@ PARTS = (
         of=("MODEL=dlrm",),
         needed_by="--device cpu or cuda on several processes",
         missing=NO_DEVICE,
+    ),
+    Part(
+        name="torchtpu",
+        modules=("train.common.torchtpu",),
+        given=("DEVICE=tpu",),
+        needed_by="--device tpu",
     ),
     # What no copy has.
     Part(

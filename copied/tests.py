@@ -12,9 +12,10 @@ COLUMNS = 100  # of a line
 
 # By the device for which a copy is; "": for all.
 DEVICES = {
-    "": '"xla"  # a TPU, or XLA on the CPU; or cpu, cuda',
+    "": '"xla"  # a TPU, or XLA on the CPU; or cpu, cuda, tpu',
     "xla": '"xla"  # a TPU, or XLA on the CPU',
     "cpu": '"cpu"',
+    "tpu": '"tpu"  # TorchTPU, which has never been run',
     "cuda": '"cuda" if torch.cuda.is_available() else "cpu"  # the same code',
 }
 IMPORT_TORCH = "import torch\n"

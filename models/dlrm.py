@@ -27,6 +27,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from errors import InputError
 from models.products import einsum
 
 # PyTorch runs operation by operation here, and an indexed read is the fastest.
@@ -162,7 +163,14 @@ class DLRM(nn.Module):
         _require_positive("cross_rank", [cross_rank])
 
         # Not at the top of the file: this import takes some seconds.
-        from torchrec.models.dlrm import DenseArch, OverArch
+        try:
+            from torchrec.models.dlrm import DenseArch, OverArch
+        except (ImportError, OSError) as error:  # OSError: its kernels are for another torch
+            raise InputError(
+                f"DLRM is made of torchrec's layers, and torchrec cannot be imported beside torch "
+                f"{torch.__version__} ({error}); install requirements-torchrec.txt, which pairs "
+                "with torch 2.9.0 (with 2.15 no release of it does)"
+            ) from error
 
         self.num_tables = num_tables
         self.dim = dim

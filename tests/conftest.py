@@ -1,10 +1,12 @@
 """All tests run on XLA's CPU backend with four virtual devices, so that every test sees sharding as
-a pod would.
+a pod would. Where torch_xla is not installed, as in the environment of `make test-newest`, they run
+on plain PyTorch.
 
 The variables must be set before torch_xla is imported. Runs on other numbers of devices start
 processes of their own.
 """
 
+import importlib.util
 import os
 import re
 import signal
@@ -13,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 
 os.environ.setdefault("PJRT_DEVICE", "CPU")
-os.environ.setdefault("CPU_NUM_DEVICES", "4")
+os.environ.setdefault("CPU_NUM_DEVICES", "4" if importlib.util.find_spec("torch_xla") else "1")
 # Two processes share two cores: more threads of PyTorch's wait in turns.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # XLA's warnings about its own future
@@ -85,14 +87,16 @@ def pytest_xdist_make_scheduler(config, log):
 
 # Devices
 
+HAS_XLA = importlib.util.find_spec("torch_xla") is not None
+
 
 @pytest.fixture(scope="session", autouse=True)
 def mesh():
-    """Four devices, float32, strict. Set up before any test: a backward pass on the CPU before it
-    breaks XLA's."""
+    """Four devices, float32, strict; one without torch_xla. Set up before any test: a backward pass
+    on the CPU before it breaks XLA's."""
     from train.common import device
 
-    return device.setup(0, "float32")
+    return device.setup(0, "float32", kind="xla" if HAS_XLA else "cpu")
 
 
 @pytest.fixture(autouse=True)

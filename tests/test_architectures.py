@@ -331,6 +331,7 @@ def test_the_page_lists_what_is_refused():
     assert listed("Refused: ") == sorted(REFUSED)
 
 
+@pytest.mark.xla
 @pytest.mark.parametrize("kind", REFUSED)
 def test_what_cannot_run_is_refused_when_it_is_opened(kind, tmp_path):
     """It is refused in one sentence."""
@@ -358,6 +359,7 @@ def test_what_reads_numbers_is_not_refused_on_plain_pytorch(kind):
 NO_MODEL = "of which transformers makes no model"
 
 
+@pytest.mark.xla
 @pytest.mark.parametrize(
     ("kind", "message"),
     [

@@ -371,7 +371,8 @@ def test_the_test_of_a_copy_can_fail(line, broken, test, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("what", "device"), [*((what, "") for what in COPIES), ("dlrm", "cpu"), ("dlrm", "cuda")]
+    ("what", "device"),
+    [*((what, "") for what in COPIES), ("dlrm", "cpu"), ("dlrm", "cuda"), ("resnet50", "tpu")],
 )
 def test_the_test_of_a_copy_is_well_formed(what, device, tmp_path):
     copied(what, tmp_path, device=device)
@@ -614,7 +615,8 @@ def test_make_and_the_scripts_know_the_same_tasks():
 # Arguments, without TO=, and the sentence.
 REFUSED = [
     (["MODEL=vgg"], "MODEL=vgg is not known.*resnet50"),
-    (["MODEL=resnet50", "DEVICE=gpu"], "DEVICE=gpu is not known.*xla cpu cuda"),
+    (["MODEL=resnet50", "DEVICE=gpu"], "DEVICE=gpu is not known.*xla cpu cuda tpu"),
+    (["MODEL=dlrm", "DEVICE=tpu"], "MODEL=dlrm is not for DEVICE=tpu: torchrec"),
     (["MODEL=auto", "TASK=pretrain"], "MODEL=auto is for fine-tuning"),
     (["MODEL=bert", "TASK=pretain"], "TASK=pretain is not one of MODEL=bert.*pretrain"),
     (["MODEL=dlrm", "TASK=pretrain"], "TASK=pretrain is not one of MODEL=dlrm"),

@@ -4,6 +4,7 @@ test_dlrm.py."""
 import functools
 import json
 import math
+import sys
 from collections.abc import Callable
 from types import SimpleNamespace
 
@@ -13,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bench import dlrm_torchrec
+from errors import InputError
 from models.dlrm import DLRM, DotInteraction
 from train import dlrm as train_dlrm
 
@@ -186,6 +188,15 @@ def test_sizes_that_do_not_fit_are_refused(changes, message):
 
     with pytest.raises(ValueError, match=message):
         DLRM(**sizes)
+
+
+def test_without_torchrec_dlrm_is_a_sentence(monkeypatch):
+    """As beside a torch that torchrec has no release for."""
+    monkeypatch.setitem(sys.modules, "torchrec.models.dlrm", None)
+    with pytest.raises(
+        InputError, match="torchrec cannot be imported beside torch 2.*torchrec.txt"
+    ):
+        DLRM(13, 2, 16, bottom=[16], top=[8, 1], interaction="dot")
 
 
 def test_embeddings_of_another_number_of_tables_are_refused():

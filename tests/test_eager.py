@@ -1,10 +1,13 @@
 """The scripts on plain PyTorch (train/common/eager.py), in processes where torch_xla cannot be
 imported: they learn, resume exactly, and have XLA's losses.
 
-On a GPU: `make test DEVICE=cuda ARGS=tests/test_eager.py`.
+On a GPU: `make test DEVICE=cuda ARGS=tests/test_eager.py`. On the newest torch: `make test-newest`.
+Losses of torch 2.9 are written by WRITE_GOLDEN=1 pytest tests/test_eager.py -k written_down.
 """
 
+import importlib.util
 import json
+import os
 import subprocess
 import sys
 from dataclasses import dataclass, replace
@@ -25,6 +28,11 @@ ROOT = Path(__file__).parent.parent
 # it move the weights by as little, but where Adam or a batch norm over few values divides by a
 # number near 0.
 ROUNDING = 2e-5
+GOLDEN = ROOT / "tests/eager_losses.json"  # the first losses of each script on torch 2.9's CPU
+# tests/test_dlrm_model.py has the sentence with which DLRM is refused then.
+needs_torchrec = pytest.mark.skipif(
+    importlib.util.find_spec("torchrec") is None, reason="torchrec has no release for this torch"
+)
 # Its random numbers differ from device to device.
 HAVE_DROPOUT = ("glue", "pretrain", "squad", "tagging")
 
@@ -47,8 +55,11 @@ def metrics_of_runs(name: str, folder: Path, *runs: str) -> dict[str, dict[str, 
     return json.loads(process.stdout.splitlines()[-1])
 
 
+ALL = [pytest.param(name, marks=needs_torchrec) if name == "dlrm" else name for name in TRIALS]
+
+
 @pytest.mark.slow  # the numbers below stay with XLA's, which learn
-@pytest.mark.parametrize("name", TRIALS)
+@pytest.mark.parametrize("name", ALL)
 def test_without_torch_xla_a_trial_learns(name, tmp_path):
     trial = TRIALS[name]
     metrics = metrics_of_runs(name, tmp_path, "learns", "still")
@@ -87,12 +98,15 @@ def stopped(tmp_path_factory, name: str) -> PlainRuns:
 
 
 # Two stand for all: one with tables, one without; the others in `make test-all`.
-MARKED = [name if name == "dlrm" else pytest.param(name, marks=pytest.mark.slow) for name in TRIALS]
+MARKED = []
+for name in TRIALS:
+    mark = needs_torchrec if name == "dlrm" else pytest.mark.slow
+    MARKED.append(pytest.param(name, marks=mark))
 every_script = pytest.mark.parametrize("plain", MARKED, indirect=True)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", TRIALS)
+@pytest.mark.parametrize("name", ALL)
 def test_without_torch_xla_a_run_resumes_exactly(stopped):
     folder = stopped.folder / "stopped/run"
     short = stopped.folder / "short/run"
@@ -120,6 +134,19 @@ def xla_run(name: str, run_of, tmp_path, monkeypatch) -> tuple[Path | str, dict[
     return tmp_path / "xla", metrics
 
 
+@every_script
+def test_losses_are_those_of_torch_2_9_written_down(plain):
+    found = losses(plain.folder / "alike/run")[:5]
+    golden = json.loads(GOLDEN.read_text())
+    if os.environ.get("WRITE_GOLDEN"):
+        golden[plain.name] = found
+        GOLDEN.write_text(json.dumps(golden, indent=4, sort_keys=True) + "\n")
+        return
+
+    assert found == pytest.approx(golden[plain.name], rel=ROUNDING)
+
+
+@pytest.mark.xla
 @every_script
 def test_without_torch_xla_losses_stay_with_xlas(plain, run_of, tmp_path, monkeypatch):
     ours = losses(plain.folder / "alike/run")
@@ -151,7 +178,7 @@ def test_without_torch_xla_losses_stay_with_xlas(plain, run_of, tmp_path, monkey
             1,
             "--device is cuda, but PyTorch finds no GPU here.*use cpu or xla",
         ),
-        ("tpu", "float32", 4, 1, "device is 'tpu'; it must be one of xla, cpu, cuda"),
+        ("gpu", "float32", 4, 1, "device is 'gpu'; it must be one of xla, cpu, cuda, tpu"),
         ("cpu", "float16", 1, 1, "precision is 'float16'; it must be one of bfloat16, float32"),
     ],
 )

@@ -215,6 +215,7 @@ def test_short_rows_are_packed_where_several_fit(tokens, packing_parts, expected
     assert layers.rows_together(8, tokens, packing_parts) == expected
 
 
+@pytest.mark.xla
 @every_kind
 def test_bfloat16_is_about_as_exact_as_autocast_of_transformers(kind, mesh):
     """The error is the root of the mean square of the logits' difference from float64's."""
@@ -558,6 +559,7 @@ def logits_by_row(model: PreTrainedModel, examples: glue.Examples) -> Tensor:
     return torch.cat(logits)
 
 
+@pytest.mark.xla
 @pytest.mark.parametrize("pooling", ["mean", "late"])
 def test_rows_without_an_example_change_neither_metrics_nor_loss(pooling, tmp_path, monkeypatch):
     """40 examples in batches of 16: the last has 8, in training and in evaluation.

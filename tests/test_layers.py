@@ -200,6 +200,7 @@ def test_the_compute_type_is_autocasts_where_it_is_on():
             assert compute_dtype(x) == torch.float32
 
 
+@pytest.mark.xla
 def test_the_compute_type_on_xla_is_that_of_xlas_autocast(mesh):
     x = torch.zeros(1)
     on_xla = x.to(mesh.device)

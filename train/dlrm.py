@@ -70,7 +70,7 @@ class Config:
     warmup_steps: int = 0  # linear from 0; constant after it
     shuffle: Literal["examples", "batches"] = "examples"  # batches: files are read in sequence
     precision: Literal["bfloat16", "float32", "fast_float32"] = "bfloat16"  # of the network
-    device: Literal["xla", "cpu", "cuda"] = "xla"  # xla: a TPU or XLA on CPUs; else plain PyTorch
+    device: Literal["xla", "cpu", "cuda", "tpu"] = "xla"  # xla: TPU, CPU; tpu: TorchTPU, never run
     seed: int = 0  # of the initial weights and the order of the data
     steps_a_call: int = 1  # steps per compiled program, where one is shorter than a launch
     workers: int = -1  # processes per host that read batches; -1: one per core, 0: none

@@ -75,7 +75,7 @@ class Config:
     best: str | None = None  # exports the best by accuracy, -loss, …; "": the last; None: recipe
     patience: int = 0  # evaluations without a better --best that end the training; 0: none do
     precision: Literal["bfloat16", "float32", "fast_float32"] = "bfloat16"  # train/common/device.py
-    device: Literal["xla", "cpu", "cuda"] = "xla"  # xla: a TPU or XLA on CPUs; else plain PyTorch
+    device: Literal["xla", "cpu", "cuda", "tpu"] = "xla"  # xla: TPU, CPU; tpu: TorchTPU, never run
     layout: Layout = WHOLE  # --mesh, --shard-state, --remat: docs/large_models.md
     seed: int = 0  # of new weights, the order of the data and dropout
     workers: int = 1  # processes per host that make batches; -1: one per core, 0: none

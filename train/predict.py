@@ -55,7 +55,7 @@ class Config:
     batch_size: int = 0  # inputs per batch, over all devices; 0: 64 pictures, 32 texts, 4096 clicks
     lengths: tuple[int, ...] = (32, 64, 128)  # tokens: a compiled shape each; then they double
     precision: Literal["", *PRECISIONS] = ""  # train/common/device.py; "": the run's evaluation's
-    device: Literal["xla", "cpu", "cuda"] = "xla"  # xla: a TPU or XLA on CPUs; else plain PyTorch
+    device: Literal["xla", "cpu", "cuda", "tpu"] = "xla"  # xla: TPU, CPU; tpu: TorchTPU, never run
     workers: int = -1  # processes that decode pictures; -1: one per core, 0: none
     strict: bool = True  # a recompilation or a host fall-back stops the run
     safe_forms: bool = False  # slower forms for a TPU whose compiler crashes: docs/tpu.md

@@ -60,7 +60,7 @@ class Config:
     warmup_steps: int | None = None  # updates in which it rises; None: the recipe
     update_every: int = 1  # gradient-accumulation steps: micro-batches that a batch is cut into
     precision: Literal["bfloat16", "float32", "fast_float32"] = "bfloat16"  # train/common/device.py
-    device: Literal["xla", "cpu", "cuda"] = "xla"  # xla: a TPU or XLA on CPUs; else plain PyTorch
+    device: Literal["xla", "cpu", "cuda", "tpu"] = "xla"  # xla: TPU, CPU; tpu: TorchTPU, never run
     layout: Layout = WHOLE  # --mesh, --shard-state, --remat: docs/large_models.md
     seed: int = 0  # of new weights, the order of the data, masks and dropout
     workers: int = 1  # processes per host that make batches; -1: one per core, 0: none

@@ -76,7 +76,7 @@ class Config:
     average: float = 0.0  # moving average of weights: share of the steps that it spans; 0: none
     norm_groups: int = 0  # batch-norm groups per micro-batch; 0: one per device
     precision: Literal["bfloat16", "float32", "fast_float32"] = "bfloat16"  # train/common/device.py
-    device: Literal["xla", "cpu", "cuda"] = "xla"  # xla: a TPU or XLA on CPUs; else plain PyTorch
+    device: Literal["xla", "cpu", "cuda", "tpu"] = "xla"  # xla: TPU, CPU; tpu: TorchTPU, never run
     layout: Layout = WHOLE  # only --shard-state (docs/large_models.md) fits this model
     seed: int = 0  # of the initial weights, the order of the data and the augmentation
     workers: int = -1  # processes per host that decode images; -1: one per core, 0: none

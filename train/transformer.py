@@ -69,7 +69,7 @@ class Config:
     bleu_tokenizer: Literal["", *TOKENIZERS] = ""  # sacrebleu's --tokenize; "": by language
     pieces: Literal["", *PIECES] = ""  # how symbols make words; "": seen from their marks, ▁ or @@
     precision: Literal["bfloat16", "float32", "fast_float32"] = "bfloat16"  # train/common/device.py
-    device: Literal["xla", "cpu", "cuda"] = "xla"  # xla: a TPU or XLA on CPUs; else plain PyTorch
+    device: Literal["xla", "cpu", "cuda", "tpu"] = "xla"  # xla: TPU, CPU; tpu: TorchTPU, never run
     layout: Layout = WHOLE  # --mesh, --shard-state, --remat: docs/large_models.md
     seed: int = 0  # of the initial weights, the order of the data and dropout
     workers: int = 1  # processes per host that make batches; -1: one per core, 0: none

@@ -43,7 +43,7 @@ class Config:
     beam: int = 4  # hypotheses per sentence
     length_penalty: float = 0.6  # exponent of the length that divides a hypothesis' log-probability
     precision: Literal["", *PRECISIONS] = ""  # train/common/device.py; "": the run's evaluation's
-    device: Literal["xla", "cpu", "cuda"] = "xla"  # xla: a TPU or XLA on CPUs; else plain PyTorch
+    device: Literal["xla", "cpu", "cuda", "tpu"] = "xla"  # xla: TPU, CPU; tpu: TorchTPU, never run
     pieces: Literal["", *PIECES] = ""  # how symbols make words; "": by the export, else by marks
     workers: int = 0  # processes that make batches
     strict: bool = True  # a recompilation or a host fall-back stops the run

@@ -4,6 +4,7 @@
                  compiled graph
     cpu, cuda    eager.py: plain PyTorch on one device per process, operation by operation;
                  torch_xla need not be installed
+    tpu          the same on one chip through TorchTPU, see torchtpu.py; never run
 
 Nothing else asks which one it is. train/common/xla and train/common/embedding/xla_devices.py alone
 import torch_xla.
@@ -55,7 +56,7 @@ def setup(
             bfloat16 on a TPU, TF32 on a GPU.
         kind: "xla": a TPU where there is one, else XLA's CPU backend (`CPU_NUM_DEVICES=4` gives it
             four virtual devices); "cpu" or "cuda": plain PyTorch on one device, or on one of each
-            process that torchrun has started.
+            process that torchrun has started; "tpu": the same on one chip by TorchTPU, never run.
         vmem_kib: KiB of a TPU core's vector memory that one fusion may use, unless LIBTPU_INIT_ARGS
             says how many; 0: libtpu's own.
         safe_forms: asks the TPU's compiler for nothing that it may die of, and tells `build` so by

@@ -1,5 +1,7 @@
 """The backend of device.py without XLA: plain PyTorch on a CPU or GPU, operation by operation.
 
+`--device tpu` is the same through TorchTPU, see torchtpu.py; it has never been run.
+
 A debugger stops inside a step, `print` and `.item()` work there, and the first step starts at once.
 Started by torchrun, each process has one device, see processes.py. Functions without more words do
 what those of the same names in device.py say.
@@ -12,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+import optional
 from errors import InputError
 from train.common import processes
 from train.common.mesh import Mesh
@@ -22,6 +25,7 @@ shared_mean = processes.SharedMean.apply
 accumulating = processes.paused
 
 _waiting: list[Callable[[], None]] = []  # what `after_next_step` was given
+_torchtpu: Any = None  # train/common/torchtpu.py, where --device is tpu
 
 
 def setup(precision: str, strict: bool, kind: str, _vmem_kib: int, _safe_forms: bool) -> Mesh:
@@ -33,9 +37,14 @@ def setup(precision: str, strict: bool, kind: str, _vmem_kib: int, _safe_forms: 
     """
     _check_one_device(kind)
     place = processes.place()
-    device = torch.device(kind)
+    hardware = "CPU"
     if kind == "cuda":
         _set_up_cuda(precision, place)
+        hardware = torch.cuda.get_device_name()
+    elif kind == "tpu":
+        hardware = _set_up_tpu(precision, place)
+
+    device = torch.device(kind)  # "tpu" is TorchTPU's, from its set-up on
     if place.count > 1:
         processes.join(kind)
         if kind == "cuda":
@@ -47,7 +56,7 @@ def setup(precision: str, strict: bool, kind: str, _vmem_kib: int, _safe_forms: 
         num_devices=place.count,
         process_index=place.index,
         process_count=place.count,
-        kind=torch.cuda.get_device_name() if kind == "cuda" else "CPU",
+        kind=hardware,
         precision=precision,
         strict=strict,
     )
@@ -88,6 +97,18 @@ def _set_up_cuda(precision: str, place: processes.Place) -> None:
     torch.utils.deterministic.fill_uninitialized_memory = False
 
 
+def _set_up_tpu(precision: str, place: processes.Place) -> str:
+    """Sets TorchTPU up for this process; returns the kind of its chip."""
+    global _torchtpu
+    if place.count > 1:
+        raise InputError(
+            f"WORLD_SIZE is {place.count}, but --device tpu runs on one chip: TorchTPU's "
+            "collectives (tpu_dist) have not been tried here; start one process"
+        )
+    _torchtpu = optional.load("torchtpu")
+    return _torchtpu.set_up(precision)
+
+
 def compiled(step_fn: Callable, mesh: Mesh, max_graphs: int) -> Callable:
     """Returns `step_fn`, which calls after itself what `after_next_step` was given."""
 
@@ -115,6 +136,8 @@ def annotate(tensor: Tensor, spmd: None, spec: tuple) -> None:
 def upload(tensor: Tensor, mesh: Mesh) -> Tensor:
     if mesh.device.type == "cpu":
         return tensor.clone()  # the loader's worker uses its shared memory again
+    if mesh.device.type == "tpu":
+        return tensor.to(mesh.device)
     return tensor.pin_memory().to(mesh.device, non_blocking=True)
 
 
@@ -140,6 +163,8 @@ def prepare_group(
     """
     if isinstance(optimizer, (torch.optim.Adam, torch.optim.SGD)):  # AdamW is an Adam
         group["fused"] = True
+        if mesh.device.type == "tpu":
+            _torchtpu.prepare_group(group, mesh)
     return []
 
 
@@ -155,6 +180,8 @@ def own_seed() -> tuple[int, ...]:
 
 
 def fetch(values: list[Tensor]) -> list[float]:
+    if values[0].device.type == "tpu":
+        return _torchtpu.fetch(values)
     return torch.stack([value.double() for value in values]).tolist()
 
 
@@ -175,3 +202,5 @@ def run_pending() -> None:
 def wait_for_steps() -> None:
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
+    if _torchtpu is not None:
+        _torchtpu.wait_for_steps()

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 import tyro
 
-DEVICES = ("xla", "cpu", "cuda")
+DEVICES = ("xla", "cpu", "cuda", "tpu")  # tpu: TorchTPU, which has never been run here
 # fast_float32: float32, with matrix products in the hardware's own precision (TF32, bfloat16).
 PRECISIONS = ("bfloat16", "float32", "fast_float32")
 
@@ -95,8 +95,8 @@ class Mesh:
     @property
     def shapes_may_vary(self) -> bool:
         """True where a batch of another shape costs nothing. Where steps are compiled, each shape
-        is a program of its own."""
-        return not self.compiles
+        is a program of its own; and TorchTPU compiles each operation for each shape."""
+        return not self.compiles and self.device.type != "tpu"
 
     def rows(self, batch_size: int) -> np.ndarray:
         """Returns the rows of a batch that this host loads, in the order in which it uploads them.

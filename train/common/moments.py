@@ -63,6 +63,8 @@ class _RoundedMoments:
         # A salt for each parameter. All are drawn at once: on a TPU each draw is a program's loop.
         on = parameters[0][1].device
         drawn = torch.rand(len(parameters), device=on, dtype=torch.float32)
+        # Processes of plain PyTorch draw for themselves; their weights must stay the same.
+        drawn = device.mean_over_processes(drawn)
         salts = hash32((drawn * 2**24).to(torch.int32))
 
         for number, (group, parameter) in enumerate(parameters):
