@@ -11,7 +11,7 @@ million cycles, without any flag.
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -25,7 +25,12 @@ NATIVE_NORM_DEVICES = ("cpu", "cuda")
 
 
 def batch_statistics_norm(
-    x: Tensor, weight: Tensor, bias: Tensor, eps: float, groups: int
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    eps: float,
+    groups: int,
+    shared_mean: Callable[[Tensor], Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Normalizes `groups` equal slices of a batch, each by its own statistics.
 
@@ -44,6 +49,8 @@ def batch_statistics_norm(
         weight, bias: [C].
         eps: added to the variance.
         groups: divides B.
+        shared_mean: returns the mean of a tensor over the processes that share the one group, with
+            its gradient. None: the group is within one process.
 
     Returns:
         y [B, C, H, W] of x's type; and mean and (biased) variance [groups, C], float32, detached.
@@ -60,9 +67,12 @@ def batch_statistics_norm(
     # In float32; but a float64 input stays float64, since tests compare gradients there.
     wide = x.to(torch.promote_types(x.dtype, torch.float32)).view(shape)
     mean = wide.mean(reduced)
+    mean_of_squares = (wide * wide).mean(reduced)
+    if shared_mean is not None:
+        mean, mean_of_squares = shared_mean(torch.stack([mean, mean_of_squares])).unbind()
     # E[x^2] - E[x]^2 reads x once, where the two-pass form reads it twice. Rounding may take it
     # just below zero.
-    variance = ((wide * wide).mean(reduced) - mean * mean).clamp(min=0)
+    variance = (mean_of_squares - mean * mean).clamp(min=0)
 
     scale = weight * torch.rsqrt(variance + eps)
     shift = bias - mean * scale
@@ -83,14 +93,17 @@ class BatchNorm(nn.BatchNorm2d):
     groups (of the variance that is unbiased within its group): one small all-reduce under SPMD.
     Parameters, buffers and evaluation are `nn.BatchNorm2d`'s.
 
-    One group on NATIVE_NORM_DEVICES takes the native kernel. More groups, and other devices (XLA),
-    take `batch_statistics_norm`.
+    One group on NATIVE_NORM_DEVICES takes the native kernel. More groups, one that several
+    processes share, and other devices (XLA), take `batch_statistics_norm`.
     """
 
     groups = 1
+    processes = 1  # that share one group; see `share_statistics`
+    shared_mean: Callable[[Tensor], Tensor] | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.groups == 1 and x.device.type in NATIVE_NORM_DEVICES:
+        is_shared = self.training and self.shared_mean is not None
+        if self.groups == 1 and not is_shared and x.device.type in NATIVE_NORM_DEVICES:
             return super().forward(x)
         if self.training:
             return self._by_batch(x)
@@ -116,7 +129,10 @@ class BatchNorm(nn.BatchNorm2d):
                 f"{self.groups} groups of at least 2 values per channel; raise --batch-size"
             )
 
-        y, mean, variance = batch_statistics_norm(x, self.weight, self.bias, self.eps, self.groups)
+        values *= self.processes
+        y, mean, variance = batch_statistics_norm(
+            x, self.weight, self.bias, self.eps, self.groups, self.shared_mean
+        )
         with torch.no_grad():
             unbiased = variance.mean(0) * (values / (values - 1))
             self.running_mean.lerp_(mean.mean(0), self.momentum)
@@ -268,6 +284,17 @@ def resnet(name: str, num_classes: int = 1000, norm_groups: int = 1) -> ResNet:
     """
     width = 16 if name == "resnet_tiny" else 64
     return ResNet(LAYERS[name], num_classes, width, norm_groups)
+
+
+def share_statistics(
+    model: nn.Module, processes: int, shared_mean: Callable[[Tensor], Tensor]
+) -> None:
+    """Makes the batch norms of a model, of one group, take their statistics of the rows of several
+    processes together; `shared_mean`: see `batch_statistics_norm`."""
+    for module in model.modules():
+        if isinstance(module, BatchNorm):
+            module.processes = processes
+            module.shared_mean = shared_mean
 
 
 class Normalize(nn.Module):

@@ -22,6 +22,8 @@ def without_dropout(encoders) -> None:
         made = configuration(*args)
         made.hidden_dropout_prob = 0.0
         made.attention_probs_dropout_prob = 0.0
+        made.dropout = 0.0  # DistilBERT's names, and XLNet's
+        made.attention_dropout = 0.0
         return made
 
     encoders.new_configuration = plain

@@ -42,6 +42,10 @@ RUNS = {
         "resnet50",
         {**SHORT, "epochs": 1, "warmup_epochs": 0.5, "lr": 0.01, "norm_groups": 4},
     ),
+    "resnet50-one-group": (
+        "resnet50",
+        {**SHORT, "epochs": 1, "warmup_epochs": 0.5, "lr": 0.01, "norm_groups": 1},
+    ),
     "squad": ("squad", {**SHORT, "epochs": 0.1}),
     "tagging": ("tagging", {**SHORT, "epochs": 0.15, "lengths": (32,)}),
     "tagging-accumulated": ("tagging", {**SHORT, "epochs": 0.15, "update_every": 2}),
@@ -131,8 +135,16 @@ def compare_with_ddp(folder: str) -> dict[str, Any]:
             if one.grad is not None:  # DDP gives zeros to what is not used
                 are_equal = are_equal and torch.equal(one.grad, other.grad)
 
+    # Of two micro-batches the second averages the sum of both.
+    gradients = []
+    for is_accumulating in (True, False):
+        with device.accumulating(is_accumulating):
+            ours(x).sum().backward()
+        gradients.append(ours.last.weight.grad.sum().item())
+
     device.seed_step(1, 2)
     return {
+        "accumulated": gradients,
         "equal": are_equal,
         "unused": ours.unused.weight.grad is None,
         "norm": ours.norm.running_mean.tolist(),
@@ -186,7 +198,7 @@ def refuse(folder: str) -> dict[str, str]:
     said = {}
     changes_of = {
         "glue": {"layout": Layout(shard_state="full")},
-        "resnet50": {"norm_groups": 1},
+        "resnet50": {"norm_groups": 3, "batch_size": 96},
     }
     for run, changes in changes_of.items():
         main, config = config_of(run, folder, "refused")

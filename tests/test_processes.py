@@ -2,16 +2,20 @@
 (tests/process_runs.py): the losses of one process, an exact resume, and an end of all together."""
 
 import json
+import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 from helpers import environment, equal, exported, losses, records
 
 from errors import InputError
-from train.common import device, processes
+from train import glue
+from train.common import checkpoint, device, processes
 
 ROOT = Path(__file__).parent.parent
 # Runs tests/process_runs.py as if these were not installed.
@@ -24,11 +28,12 @@ process_runs.main(sys.argv[1], sys.argv[2:])
 # Sums are taken in another order: 1e-7 in a loss. Updates make more of it, most of them Adam's and
 # batch norm's, which divide by numbers near 0.
 ROUNDING = 2e-5
-ROUNDING_OF = {"resnet50": 1e-4}
+ROUNDING_OF = {"resnet50": 1e-4, "resnet50-one-group": 1e-4}
 FEW = ("glue", "resnet50")
 ALL = (
     *FEW,
     "glue-accumulated",
+    "resnet50-one-group",
     "squad",
     "tagging",
     "tagging-accumulated",
@@ -106,6 +111,14 @@ def test_gradients_are_those_of_distributed_data_parallel(few):
         assert found["names"]  # of the state
 
 
+def test_gradients_of_micro_batches_are_averaged_once(few):
+    (first, first_mean), (second, second_mean) = (
+        found["accumulated"] for found in few.found("ddp")
+    )
+    assert first != second
+    assert first_mean == second_mean
+
+
 def test_running_statistics_are_the_mean_of_all_processes(few):
     first, second = few.found("ddp")
     assert first["norm"] == second["norm"]
@@ -142,7 +155,7 @@ def test_what_processes_cannot_have_is_refused_by_all(few):
     first, second = few.found("refuse")
     assert first == second
     assert "--shard-state is full, but with --device cpu each process" in first["glue"]
-    assert "--norm-groups is 1, of more images than one of 2 processes" in first["resnet50"]
+    assert "--norm-groups is 3; it must be 1 or a multiple of 2 devices" in first["resnet50"]
 
 
 # ---- without processes ---------------------------------------------------------------------------
@@ -182,3 +195,54 @@ def many(tmp_path_factory) -> Runs:
 @pytest.mark.parametrize("run", ALL)
 def test_every_script_has_the_losses_of_one_process(run, count, many):
     assert_same_losses(many, run, count)
+
+
+@pytest.mark.slow
+def test_a_run_of_four_processes_resumes_on_one(tmp_path):
+    runs = Runs(tmp_path, "1 glue", "4 stop", "1 resume")
+    assert runs.found("stop", 4) == [143] * 4
+
+    resumed = losses(tmp_path / "stopped/glue")
+    assert resumed == pytest.approx(runs.losses("glue", 1), rel=ROUNDING)
+    assert len(resumed) == 12
+
+
+@pytest.mark.slow
+def test_a_checkpoint_goes_to_xla_and_back_unchanged(few, mesh, tmp_path):
+    """The state of two processes, loaded into a model on XLA and saved from there."""
+    config = replace(glue.TINY, lengths=(32,))
+    data = glue.open_data(glue.validate(config))
+    state = glue.build(glue.validate(config), data, mesh)
+    saved = few.folder / "2/glue/checkpoints"
+    step = checkpoint.Checkpointer(str(saved), keep=1).restore(state.model, state.optimizer, mesh)
+    assert step == 12
+
+    with checkpoint.Checkpointer(str(tmp_path), keep=1) as again:
+        again.save(step, state.model, state.optimizer)
+        again.wait()
+    name = f"step_{step:08d}/{checkpoint.STATE}"
+    before = safetensors.torch.load_file(saved / name)
+    after = safetensors.torch.load_file(tmp_path / name)
+    assert equal(before, after)
+
+
+# As its users start it. The first process prints.
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+
+
+@pytest.mark.slow
+def test_torchrun_trains_and_a_signal_to_it_is_answered(tmp_path):
+    script = ("-m", "train.glue", "tiny", "--device", "cpu", "--log-every", "1")
+    script += ("--runs", str(tmp_path), "--name", "run")
+    command = [sys.executable, *TORCHRUN, *script]
+    process = subprocess.Popen(
+        command, env=environment(1), cwd=ROOT, stdout=subprocess.PIPE, text=True
+    )
+    for line in process.stdout:
+        if line.startswith("step     3/"):
+            process.send_signal(signal.SIGTERM)
+        if "stopped by a signal" in line:
+            break
+    process.communicate(timeout=120)
+    assert "stopped by a signal at step 10: saved" in line
+    assert Path(tmp_path, "run/checkpoints/step_00000010/COMPLETE").exists()

@@ -40,7 +40,7 @@ from torch import Tensor, nn
 from data import imagenet, labelled_files, splits, targets
 from errors import InputError
 from models import heads, mixing
-from models.resnet import Normalize, decide_head, load_weights, resnet
+from models.resnet import Normalize, decide_head, load_weights, resnet, share_statistics
 from train.common import accumulate, checkpoint, cli, device, files, loading
 from train.common.benchmark import Benchmark
 from train.common.evaluation import FinishedRun, resolve_config
@@ -477,14 +477,12 @@ def build(config: Config, data: Data, mesh: Mesh) -> State:
             f"--norm-groups is {norm_groups}; "
             f"it must be 1 or a multiple of {mesh.num_devices} devices"
         )
-    if norm_groups < mesh.parts:
-        raise InputError(
-            f"--norm-groups is {norm_groups}, of more images than one of {mesh.parts} processes "
-            f"has; give a multiple of {mesh.parts}, one process, or --device xla"
-        )
+    is_shared = norm_groups < mesh.parts  # by processes: the one group
+    norm_groups = max(norm_groups // mesh.parts, 1)  # those of this process
 
-    norm_groups //= mesh.parts  # those of this process
     model = resnet(config.model, len(data.train.classes), norm_groups=norm_groups)
+    if is_shared:
+        share_statistics(model, mesh.parts, device.shared_mean)
     if config.weights:
         tensors, head = open_weights(config, data.train)
         load_weights(model, tensors, config.weights, head)

@@ -203,6 +203,12 @@ def mean_over_processes(value: Tensor) -> Tensor:
     return _backend.mean_over_processes(value)
 
 
+def shared_mean(value: Tensor) -> Tensor:
+    """Returns the mean over the processes of plain PyTorch, as `mean_over_processes` does, with its
+    gradient: that of the mean of all processes' losses."""
+    return _backend.shared_mean(value)
+
+
 def accumulating(is_accumulating: bool) -> contextlib.AbstractContextManager:
     """Returns a context in which backward passes do not average gradients over processes, if
     another one of the same update will follow, which averages the sums of all."""

@@ -21,6 +21,7 @@ from train.common.mesh import Mesh
 
 gather_rows = processes.gather_rows
 mean_over_processes = processes.mean
+shared_mean = processes.SharedMean.apply
 accumulating = processes.paused
 
 _waiting: list[Callable[[], None]] = []  # what `after_next_step` was given

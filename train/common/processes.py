@@ -118,6 +118,23 @@ def mean(value: Tensor) -> Tensor:
     return total / count()
 
 
+class SharedMean(torch.autograd.Function):
+    """The mean over the processes of what each has computed.
+
+    Each process's loss depends on the mean. What counts is the mean of the losses, so that a
+    gradient here is the mean over the processes, too.
+    """
+
+    @staticmethod
+    def forward(ctx, value: Tensor) -> Tensor:
+        return mean(value)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, gradient: Tensor) -> Tensor:
+        return mean(gradient.contiguous())
+
+
 # ---- gradients -----------------------------------------------------------------------------------
 @dataclass
 class _Bucket:

@@ -258,6 +258,9 @@ def mean_over_processes(value: Tensor) -> Tensor:
     return value
 
 
+shared_mean = mean_over_processes
+
+
 def train_together(model: nn.Module, mesh: Mesh) -> None:
     """Does nothing: XLA adds up the gradients of the devices."""
 
