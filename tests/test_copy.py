@@ -311,7 +311,7 @@ def test_a_copy_for_one_device_leaves_out_the_other_and_trains(device, other, tm
     requirements = (tmp_path / "requirements.txt").read_text()
     readme = (tmp_path / "README.md").read_text()
     assert ("torch_xla==" in requirements) == (device == "xla")
-    assert ("--device cpu" in readme) == (device == "cpu")
+    assert ("tiny --device cpu" in readme) == (device == "cpu")  # its commands
     assert ("apt-get install -y libpython3.11" in readme) == (device == "xla")
 
     lines = [f"{TRIALS['dlrm']} --device {kind}" for kind in (other, device)]
