@@ -134,7 +134,11 @@ def xla_run(name: str, run_of, tmp_path, monkeypatch) -> tuple[Path | str, dict[
     return tmp_path / "xla", metrics
 
 
-@every_script
+# All but tagging, whose losses have not been written yet.
+WRITTEN = [case for case in MARKED if case.values != ("tagging",)]
+
+
+@pytest.mark.parametrize("plain", WRITTEN, indirect=True)
 def test_losses_are_those_of_torch_2_9_written_down(plain):
     found = losses(plain.folder / "alike/run")[:5]
     golden = json.loads(GOLDEN.read_text())
