@@ -126,7 +126,16 @@ def compare_with_ddp(folder: str) -> dict[str, Any]:
 
     generator = torch.Generator().manual_seed(rank())
     are_equal = True
+    buckets = []  # of each step
+    start = processes.GradientMean._start
+
+    def start_and_note(self, bucket):
+        start(self, bucket)
+        buckets[-1].append(bucket.values.numel())
+
+    processes.GradientMean._start = start_and_note
     for _ in range(3):
+        buckets.append([])
         x = torch.randn(4, 8, generator=generator)
         for model in (ours, wrapped):
             model.zero_grad()
@@ -136,6 +145,8 @@ def compare_with_ddp(folder: str) -> dict[str, Any]:
                 are_equal = are_equal and torch.equal(one.grad, other.grad)
 
     statistics = ours.norm.running_mean.tolist()
+
+    processes.GradientMean._start = start
 
     # Of two micro-batches the second averages the sum of both.
     gradients = []
@@ -147,6 +158,7 @@ def compare_with_ddp(folder: str) -> dict[str, Any]:
     device.seed_step(1, 2)
     return {
         "accumulated": gradients,
+        "buckets": buckets,
         "equal": are_equal,
         "unused": ours.unused.weight.grad is None,
         "norm": statistics,
@@ -199,15 +211,17 @@ def refuse(folder: str) -> dict[str, str]:
 
     said = {}
     changes_of = {
-        "glue": {"layout": Layout(shard_state="full")},
-        "resnet50": {"norm_groups": 3, "batch_size": 96},
+        "layout": ("glue", {"layout": Layout(shard_state="full")}),
+        "groups": ("resnet50", {"norm_groups": 3, "batch_size": 96}),
+        "pairs": ("resnet50", {"norm_groups": 2, "batch_size": 6, "augmentation": "strong"}),
+        "one image": ("resnet50", {"norm_groups": 0, "batch_size": 2}),
     }
-    for run, changes in changes_of.items():
-        main, config = config_of(run, folder, "refused")
+    for what, (run, changes) in changes_of.items():
+        main, config = config_of(run, folder, f"refused-{what}")
         try:
             main(replace(config, **changes))
         except InputError as error:
-            said[run] = str(error)
+            said[what] = str(error)
     return said
 
 

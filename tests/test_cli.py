@@ -11,7 +11,7 @@ import pytest
 
 from errors import InputError
 from train.common import cli
-from train.common.mesh import Layout
+from train.common.mesh import Layout, LostProcess
 
 ROOT = Path(__file__).parent.parent
 
@@ -228,3 +228,21 @@ def test_a_broken_pipe_of_something_else_keeps_its_traceback():
     code, error = read_first_line("--worker")
     assert code == 1
     assert "BrokenPipeError: of a worker" in error
+
+
+def test_the_exit_code_of_a_lost_process_comes_first(monkeypatch, capsys):
+    """start_processes.py and torchrun report that of the process which ends first."""
+    steps = []
+    monkeypatch.setattr(cli.time, "sleep", lambda seconds: steps.append((seconds, said())))
+    monkeypatch.setattr(cli.sys, "argv", ["train.net", "tiny"])
+
+    def said() -> str:
+        return capsys.readouterr().err
+
+    def main(config):
+        raise LostProcess("another one has ended")
+
+    with pytest.raises(SystemExit) as ended:
+        cli.run(main, PRESETS)
+    assert ended.value.code == 1
+    assert steps == [(cli.LOST_LINGERS, "error: another one has ended\n")]

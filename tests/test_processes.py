@@ -3,8 +3,10 @@
 
 import json
 import signal
+import socket
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -109,6 +111,9 @@ def test_gradients_are_those_of_distributed_data_parallel(few):
         assert found["equal"]  # of a shared weight, in many buckets
         assert found["unused"]  # it has no gradient, and would decay with zeros
         assert found["names"]  # of the state
+        # Sums of more processes are rounded by their place in a bucket, which must be the same in
+        # the first step and in later ones, else a resume is not exact.
+        assert found["buckets"][0] == found["buckets"][1]
 
 
 def test_gradients_of_micro_batches_are_averaged_once(few):
@@ -154,8 +159,10 @@ def test_a_process_that_dies_ends_the_others_in_a_sentence(few):
 def test_what_processes_cannot_have_is_refused_by_all(few):
     first, second = few.found("refuse")
     assert first == second
-    assert "--shard-state is full, but with --device cpu each process" in first["glue"]
-    assert "--norm-groups is 3; it must be 1 or a multiple of 2 devices" in first["resnet50"]
+    assert "--shard-state is full, but with --device cpu each process" in first["layout"]
+    assert "--norm-groups is 3; it must be 1 or a multiple of 2 devices" in first["groups"]
+    assert "micro-batches of 6, 3 in each of 2 processes; --augmentation strong" in first["pairs"]
+    assert "does not divide into 2 --norm-groups of at least 2 images" in first["one image"]
 
 
 # ---- without processes ---------------------------------------------------------------------------
@@ -169,6 +176,48 @@ def test_half_of_torchruns_variables_are_refused(monkeypatch):
     missing = "LOCAL_RANK, MASTER_ADDR, MASTER_PORT is not set: .*torchrun"
     with pytest.raises(InputError, match=f"WORLD_SIZE is 2, and {missing}"):
         processes.place()
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("WORLD_SIZE", "two", "WORLD_SIZE is two; it must be a number of at least 1"),
+        ("WORLD_SIZE", "-2", "WORLD_SIZE is -2; it must be a number of at least 1"),
+        ("RANK", "2", "RANK is 2; it must be a number of at least 0 and below 2"),
+        ("LOCAL_RANK", "-1", "LOCAL_RANK is -1; it must be a number of at least 0 and below 2"),
+        ("MASTER_PORT", "http", "MASTER_PORT is http; it must be a number of at least 1 and"),
+    ],
+)
+def test_a_place_that_is_none_is_refused(name, value, said, monkeypatch):
+    """torch would wait half an hour for a process of another number, or end in a traceback."""
+    values = {"RANK": "1", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "x"}
+    for each, its in {**values, "MASTER_PORT": "1", name: value}.items():
+        monkeypatch.setenv(each, its)
+    with pytest.raises(InputError, match=said):
+        processes.place()
+
+
+def test_a_port_that_is_taken_is_refused_in_a_sentence(monkeypatch):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        values = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        for name, value in values.items():
+            monkeypatch.setenv(name, value)
+        with pytest.raises(InputError, match=f"MASTER_PORT {port} is taken by another program"):
+            processes.join("cpu")
+
+
+def test_a_process_that_waits_for_others_says_so(monkeypatch, capfd):
+    values = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "here", "MASTER_PORT": "7"}
+    for name, value in values.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(processes, "PATIENCE", 0.1)
+    monkeypatch.setattr(processes.dist, "init_process_group", lambda *_, **__: time.sleep(0.5))
+    monkeypatch.setattr(processes.atexit, "register", lambda _: None)
+    processes.join("cpu")
+    assert "process 1 of 2 waits at here:7: others have not come yet" in capfd.readouterr().err
 
 
 def test_fewer_gpus_than_processes_are_refused(monkeypatch):

@@ -309,14 +309,17 @@ def check_norm_groups(config: Config) -> None:
         )
 
 
-def check_pairs(config: Config) -> None:
-    """Raises InputError where the strong augmentation cannot pair the images of a micro-batch."""
+def check_pairs(config: Config, parts: int = 1) -> None:
+    """Raises InputError where the strong augmentation cannot pair the images of a micro-batch, or
+    those that each of `parts` processes has of it."""
     micro_batch = config.batch_size // config.update_every
-    if config.augmentation == "strong" and micro_batch % 2:
+    own = micro_batch // parts  # steps_per_epoch refuses a remainder
+    if config.augmentation == "strong" and own % 2:
+        of_each = f", {own} in each of {parts} processes" if parts > 1 else ""
         raise InputError(
             f"--batch-size {config.batch_size}, in --update-every {config.update_every}, makes "
-            f"micro-batches of {micro_batch}; --augmentation strong mixes pairs of images: "
-            "give an even number"
+            f"micro-batches of {micro_batch}{of_each}; --augmentation strong mixes pairs of "
+            "images: give an even number"
         )
 
 
@@ -477,6 +480,9 @@ def build(config: Config, data: Data, mesh: Mesh) -> State:
             f"--norm-groups is {norm_groups}; "
             f"it must be 1 or a multiple of {mesh.num_devices} devices"
         )
+    if mesh.parts > 1:
+        check_norm_groups(replace(config, norm_groups=norm_groups))
+        check_pairs(config, mesh.parts)
     is_shared = norm_groups < mesh.parts  # by processes: the one group
     norm_groups = max(norm_groups // mesh.parts, 1)  # those of this process
 

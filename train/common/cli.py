@@ -35,6 +35,8 @@ REMOVED = {
 
 STDOUT = 1  # file descriptor
 FIRST_PRINTS = 10  # seconds that other processes leave the first one to print an error
+# Seconds in which the process that was lost comes to its own end, and its exit code is the first.
+LOST_LINGERS = 3
 READER_LEFT = (
     "error: ended, since the program that read the output has ended, such as head in `| head`; "
     "the same command resumes an unfinished run; `> log` needs no reader"
@@ -78,6 +80,7 @@ def run(
         sys.exit(2)
     except LostProcess as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
+        time.sleep(LOST_LINGERS)
         sys.exit(1)
     except KeyboardInterrupt:
         print(interrupt.ENDED, file=sys.stderr, flush=True)

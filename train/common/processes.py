@@ -14,7 +14,10 @@ call parts of a model; and it knows nothing of gradients that are accumulated.
 import atexit
 import contextlib
 import datetime
+import math
 import os
+import sys
+import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -32,6 +35,7 @@ VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 # So long a process waits for the others in a collective. The main process may be writing, or
 # evaluating; one that has died is noticed at once.
 TIMEOUT = datetime.timedelta(minutes=30)
+PATIENCE = 60  # seconds that a process waits for the others at the start without a word
 BUCKET_BYTES = 25 * 2**20  # of gradients that are averaged together; DistributedDataParallel's
 
 
@@ -47,7 +51,8 @@ def place() -> Place:
     """Returns this process's place, as torchrun's variables say.
 
     Raises:
-        InputError: WORLD_SIZE asks for several, and other variables are missing.
+        InputError: WORLD_SIZE asks for several, and other variables are missing, or are no place
+            among so many.
     """
     if os.environ.get("WORLD_SIZE", "1") in ("", "1"):
         return Place(index=0, count=1, device=0)
@@ -58,8 +63,24 @@ def place() -> Place:
             f"WORLD_SIZE is {os.environ['WORLD_SIZE']}, and {', '.join(missing)} is not set: "
             "start the processes by torchrun, which sets them, or unset WORLD_SIZE"
         )
-    index, device, count = (int(os.environ[name]) for name in VARIABLES[:3])
+    count = _number("WORLD_SIZE", low=1)
+    index = _number("RANK", low=0, below=count)
+    device = _number("LOCAL_RANK", low=0, below=count)
+    _number("MASTER_PORT", low=1, below=2**16)
     return Place(index, count, device)
+
+
+def _number(name: str, low: int, below: float = math.inf) -> int:
+    """Returns the number in an environment variable; InputError where it is not from `low` on and
+    `below` the other bound."""
+    value = os.environ[name]
+    if value.isdecimal() and low <= int(value) < below:
+        return int(value)
+    upper_bound = f" and below {below}" if below < math.inf else ""
+    raise InputError(
+        f"{name} is {value}; it must be a number of at least {low}{upper_bound}: "
+        "start the processes by torchrun, which sets it"
+    )
 
 
 def join(kind: str) -> None:
@@ -71,9 +92,34 @@ def join(kind: str) -> None:
     if dist.is_initialized():
         return
     backend = "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"
-    with meeting():
-        dist.init_process_group(backend, timeout=TIMEOUT)
+    try:
+        with meeting(), _saying_what_it_waits_for():
+            dist.init_process_group(backend, timeout=TIMEOUT)
+    except LostProcess as error:
+        if "EADDRINUSE" not in str(error):
+            raise
+        raise InputError(
+            f"MASTER_PORT {os.environ['MASTER_PORT']} is taken by another program; "
+            "give torchrun another --master-port"
+        ) from error
     atexit.register(dist.destroy_process_group)
+
+
+@contextlib.contextmanager
+def _saying_what_it_waits_for() -> Iterator[None]:
+    """Says on the terminal that not all processes have come, when this takes long."""
+    where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+    sentence = (
+        f"process {os.environ['RANK']} of {os.environ['WORLD_SIZE']} waits at {where}: "
+        "others have not come yet; have all been started?"
+    )
+    timer = threading.Timer(PATIENCE, print, (sentence,), {"file": sys.stderr, "flush": True})
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def count() -> int:
@@ -215,6 +261,8 @@ class GradientMean:
 
     def _start_complete(self) -> None:
         """Starts the buckets that have all their gradients, in their order."""
+        if self._found is None:  # see `_find_gradients`
+            return
         while self._next < len(self._buckets) and self._buckets[self._next].waiting == 0:
             self._start(self._buckets[self._next])
             self._next += 1
@@ -222,18 +270,17 @@ class GradientMean:
     def _start(self, bucket: _Bucket) -> None:
         gradients = []
         for parameter in bucket.parameters:
-            gradient = parameter.grad
-            if gradient is None and self._found is not None:
+            if parameter.grad is None:
                 raise RuntimeError(self._explain_changed(parameter))
-            if gradient is None:
-                gradient = torch.zeros_like(parameter)
-            gradients.append(gradient.flatten())
+            gradients.append(parameter.grad.flatten())
         bucket.values = torch.cat(gradients).div_(count())
         with meeting():
             bucket.work = dist.all_reduce(bucket.values, async_op=True)
 
     def _finish(self) -> None:
         """Ends a backward pass: starts what has not been started, and waits for all buckets."""
+        if self._found is None:
+            self._find_gradients()
         for bucket in self._buckets[self._next :]:
             self._start(bucket)
         self._average_statistics()
@@ -243,13 +290,10 @@ class GradientMean:
             sizes = [parameter.numel() for parameter in bucket.parameters]
             means = bucket.values.split(sizes)
             for parameter, of_parameter in zip(bucket.parameters, means, strict=True):
-                if parameter.grad is not None:
-                    parameter.grad.copy_(of_parameter.view_as(parameter))
+                parameter.grad.copy_(of_parameter.view_as(parameter))
             bucket.values = None
             bucket.work = None
         self._running = False
-        if self._found is None:
-            self._agree_about_found()
 
     def _average_statistics(self) -> None:
         """Averages the running statistics of batch norm."""
@@ -260,9 +304,12 @@ class GradientMean:
         for each, of_each in zip(self._statistics, means, strict=True):
             each.copy_(of_each.view_as(each))
 
-    def _agree_about_found(self) -> None:
+    def _find_gradients(self) -> None:
         """Leaves out the parameters that the first backward pass has given no gradient, as it will
-        be in all others: the buckets would wait for them until the end of each."""
+        be in all others: the buckets would wait for them until the end of each.
+
+        The first pass has the buckets of all others already: how sums of more than two processes
+        are rounded depends on the place in a bucket, and a resumed run must repeat them."""
         self._found = [parameter for parameter in self._names if parameter.grad is not None]
         has_gradient = [parameter.grad is not None for parameter in self._names]
         of_all = gather_rows(torch.tensor([has_gradient]).int())

@@ -20,6 +20,8 @@ from collections.abc import Sequence
 from typing import Any
 
 HANDED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+# Exit codes of a process that one of these has ended, after saving or before.
+STOPPED = (*(128 + number for number in HANDED_ON), *(-number for number in HANDED_ON))
 # When one has failed, the others wait for it in a collective. They get so long to end by SIGTERM.
 SECONDS_TO_END = 30
 SET_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of Linux' prctl
@@ -91,8 +93,10 @@ def wait(processes: Sequence[subprocess.Popen]) -> int:
             failure = failures[0]
             failed_at = time.monotonic()
             _signal(processes, signal.SIGTERM)
-        # Those that were asked to stop are saving.
-        if failed_at and not received and time.monotonic() > failed_at + SECONDS_TO_END:
+        # Those that were asked to stop are saving, and end one after the other; but not with one
+        # that has failed meanwhile.
+        is_saving = received and failure in STOPPED
+        if failed_at and not is_saving and time.monotonic() > failed_at + SECONDS_TO_END:
             _signal(processes, signal.SIGKILL)
         time.sleep(0.1)
 
