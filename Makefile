@@ -223,6 +223,9 @@ refuse = $(if $(XLA_ZOO_EXIT_CODE),echo 2 >"$$XLA_ZOO_EXIT_CODE"; )exit 2
 # Checked before anything is installed.
 check-model: check-device check-libtpu
 	@test -n '$(SCRIPT_$(MODEL))' || { echo "error: MODEL=$$MODEL is not known; MODEL is one of: $(MODELS)" >&2; $(refuse); }
+	@test -z '$(and $(filter dlrm,$(MODEL)),$(TORCH_TPU))' || \
+		{ echo "error: MODEL=dlrm is not for DEVICE=tpu: torchrec, which it needs, has no release for the torch of TorchTPU;" \
+			"leave out DEVICE=tpu" >&2; $(refuse); }
 
 check-task: check-model
 ifneq ($(TASK),)

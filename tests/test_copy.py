@@ -620,6 +620,14 @@ def test_make_takes_a_task_by_its_exact_name(task):
         assert f"TASK={task} is not known; TASK is one of: cola" in refusal.stderr
 
 
+def test_make_refuses_dlrm_before_it_installs_torchtpu(tmp_path):
+    # Without the refusal there would be an installation, which this PYTHON fails at once.
+    refusal = make("train", "MODEL=dlrm", "DEVICE=tpu", "PYTHON=false", f"VENV={tmp_path}/venv")
+    assert refusal.returncode == 2
+    assert "MODEL=dlrm is not for DEVICE=tpu: torchrec" in refusal.stderr
+    assert "installing" not in refusal.stdout
+
+
 # ---- refusals ------------------------------------------------------------------------------------
 # Arguments, without TO=, and the sentence.
 REFUSED = [
