@@ -223,12 +223,16 @@ refuse = $(if $(XLA_ZOO_EXIT_CODE),echo 2 >"$$XLA_ZOO_EXIT_CODE"; )exit 2
 # Checked before anything is installed.
 check-model: check-device check-libtpu
 	@test -n '$(SCRIPT_$(MODEL))' || { echo "error: MODEL=$$MODEL is not known; MODEL is one of: $(MODELS)" >&2; $(refuse); }
+	@test -z '$(and $(filter dlrm,$(MODEL)),$(TORCH_TPU))' || \
+		{ echo "error: MODEL=dlrm is not for DEVICE=tpu: torchrec, which it needs, has no release for the torch of TorchTPU;" \
+			"leave out DEVICE=tpu" >&2; $(refuse); }
 
 check-task: check-model
 ifneq ($(TASK),)
 	@test -n '$(filter $(MODEL),$(ENCODERS))' || \
 		{ echo "error: TASK=$$TASK is for the encoders, and MODEL=$$MODEL has one task: leave it out" >&2; $(refuse); }
-	@test '$(words $(TASK)) $(words $(filter $(TASK),$(TASKS)))' = '1 1' || { echo "error: TASK=$$TASK is not known; TASK is one of: $(TASKS)" >&2; $(refuse); }
+	@case ' $(TASKS) ' in *" $$TASK "*) test '$(words $(TASK))' = 1;; *) false;; esac || \
+		{ echo "error: TASK=$$TASK is not known; TASK is one of: $(TASKS)" >&2; $(refuse); }
 endif
 
 check-device:
@@ -372,7 +376,7 @@ NEWEST     := $(call pinned,requirements-compile.txt)
 BOTH_COMPILERS := $(foreach version,$(ON_TPU_VMS) $(NEWEST),$(LIBTPU)/$(version)/.installed)
 COMPILER := $(or $(LIBTPU_ASKED),$(ON_TPU_VMS))
 
-compile: check-model $(INSTALLED) $(LIBTPU)/$(COMPILER)/.installed
+compile: check-task $(INSTALLED) $(LIBTPU)/$(COMPILER)/.installed
 	$(RECORDED)$(PY) -m tpu.compiler.compile $(MODEL) $(if $(filter file,$(origin PRESET)),,$(PRESET)) $(if $(TASK),--task $(TASK)) \
 		$(if $(TOPOLOGY),--topology "$(TOPOLOGY)") $(if $(BATCH),--batch "$(BATCH)") $(if $(EFFORT),--effort "$(EFFORT)") $(if $(and $(TPU_LIBRARY_PATH),$(if $(LIBTPU_ASKED),,unasked)),,--libtpu $(COMPILER)) \
 		$(if $(call given,PROGRAM),--program "$(PROGRAM)") $(if $(call given,OUT),--json "$(OUT)") $(if $(ARGS),-- $(ARGS))

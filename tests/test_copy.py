@@ -611,6 +611,23 @@ def test_make_and_the_scripts_know_the_same_tasks():
     assert sorted(tasks.split()) == sorted([*glue.TASKS, *optional.SCRIPTS_OF_TASKS])
 
 
+@pytest.mark.parametrize("task", ["mr%", "squad ", "cola sst2", "it's"])
+def test_make_takes_a_task_by_its_exact_name(task):
+    # Before anything is installed, and before a shell reads what it was given.
+    for target in ("train", "compile"):
+        refusal = make(target, "MODEL=bert", f"TASK={task}")
+        assert refusal.returncode == 2
+        assert f"TASK={task} is not known; TASK is one of: cola" in refusal.stderr
+
+
+def test_make_refuses_dlrm_before_it_installs_torchtpu(tmp_path):
+    # Without the refusal there would be an installation, which this PYTHON fails at once.
+    refusal = make("train", "MODEL=dlrm", "DEVICE=tpu", "PYTHON=false", f"VENV={tmp_path}/venv")
+    assert refusal.returncode == 2
+    assert "MODEL=dlrm is not for DEVICE=tpu: torchrec" in refusal.stderr
+    assert "installing" not in refusal.stdout
+
+
 # ---- refusals ------------------------------------------------------------------------------------
 # Arguments, without TO=, and the sentence.
 REFUSED = [

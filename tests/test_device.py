@@ -394,6 +394,9 @@ def test_cpu_devices_pretend_to_be_slices(monkeypatch):
     assert mesh.slices == 2
     assert mesh.devices_per_slice == 2
 
+    monkeypatch.setenv("MEGASCALE_NUM_SLICES", "")  # as unset
+    assert device.setup(0).slices == 1
+
     for wrong in ("3", "0", "-1", "two", "٢"):
         monkeypatch.setenv("MEGASCALE_NUM_SLICES", wrong)
         with pytest.raises(InputError, match=f"MEGASCALE_NUM_SLICES is {wrong}.* 4 devices"):

@@ -236,7 +236,7 @@ def count_slices(attributes: list[dict[str, Any]]) -> int:
 
 def _pretended_slices(devices: int) -> int:
     """Returns the slices that devices pretend to be which are no TPUs."""
-    given = os.environ.get("MEGASCALE_NUM_SLICES", "1")
+    given = os.environ.get("MEGASCALE_NUM_SLICES") or "1"
     if not given.isascii() or not given.isdigit() or int(given) < 1 or devices % int(given):
         raise InputError(
             f"MEGASCALE_NUM_SLICES is {given}, and there are {devices} devices: "
