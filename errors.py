@@ -1,4 +1,4 @@
-"""The one exception that is the user's to fix."""
+"""The exceptions that the command line prints as one line, without a traceback."""
 
 
 class InputError(ValueError):
@@ -7,3 +7,8 @@ class InputError(ValueError):
     The message names the value, what was expected and what to do. The command line prints it as one
     line, without a traceback; every other exception is a bug and keeps its traceback.
     """
+
+
+class LostProcess(RuntimeError):
+    """Another process of the run has ended, or does not answer. The command line prints it as one
+    line."""

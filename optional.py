@@ -217,7 +217,7 @@ PARTS = (
     Part(
         name="process_devices",
         modules=("train.common.embedding.process_devices",),
-        given=("DEVICE=cpu", "DEVICE=cuda"),
+        given=("DEVICE=cpu", "DEVICE=cuda", "DEVICE=tpu"),
         of=("MODEL=dlrm",),
         needed_by="--device cpu or cuda on several processes",
         missing=NO_DEVICE,

@@ -9,9 +9,9 @@ from typing import Literal
 
 import pytest
 
-from errors import InputError
+from errors import InputError, LostProcess
 from train.common import cli
-from train.common.mesh import Layout, LostProcess
+from train.common.mesh import Layout
 
 ROOT = Path(__file__).parent.parent
 

@@ -24,9 +24,9 @@ from embedding_helpers import (
 from bench import embedding as bench
 from errors import InputError
 from models.hashing import hash32
-from train.common import device
+from train.common import device, hashing
 from train.common.checkpoint import Checkpointer
-from train.common.embedding import ShardedEmbeddingBags, exchange, hashing, owners
+from train.common.embedding import ShardedEmbeddingBags, exchange, owners
 from train.common.embedding.rows import line_and_columns
 
 # Those beyond 2**24 are not all float32s, in which torch_xla divides int32.

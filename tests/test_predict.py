@@ -876,7 +876,7 @@ def test_a_pod_is_refused(classifier, monkeypatch):
         return replace(alone(*args, **options), process_count=2)
 
     monkeypatch.setattr(predict.device, "setup", of_two_hosts)
-    with pytest.raises(InputError, match="made on one host, not on 2"):
+    with pytest.raises(InputError, match="made on one host, by one process, not 2"):
         answers_of(classifier, "x.txt")
 
 

@@ -810,7 +810,8 @@ def test_dlrm_drops_nothing_at_random(rehearse, per_step, monkeypatch):
 
 def test_a_seed_depends_on_the_runs_and_on_the_batch(monkeypatch):
     made = []
-    monkeypatch.setattr(device, "_backend", SimpleNamespace(set_seed=made.append))
+    backend = SimpleNamespace(set_seed=made.append, own_seed=tuple)
+    monkeypatch.setattr(device, "_backend", backend)
     keys = list(itertools.product((0, 1, 2**40), range(1, 50)))
 
     for key in keys:

@@ -17,9 +17,8 @@ import tyro
 from tyro import _errors as tyro_errors  # private, hence tyro's exact version in requirements.txt
 
 import optional
-from errors import InputError
+from errors import InputError, LostProcess
 from train.common import interrupt
-from train.common.mesh import LostProcess
 
 # What makes a preset a trial: it needs no files, no TPU and no second core.
 TRIAL = {"data": "synthetic", "precision": "float32", "workers": 0}

@@ -24,11 +24,6 @@ class GraphError(RuntimeError):
     middle."""
 
 
-class LostProcess(RuntimeError):
-    """Another process of the run has ended, or does not answer. The command line prints it as one
-    line."""
-
-
 @tyro.conf.configure(tyro.conf.OmitArgPrefixes)  # --mesh, not --layout.mesh
 @dataclass(frozen=True)
 class Layout:

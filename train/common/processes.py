@@ -27,8 +27,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Variable
 
-from errors import InputError
-from train.common.mesh import LostProcess
+from errors import InputError, LostProcess
 
 # What torchrun sets; MASTER_PORT is where processes find each other.
 VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
