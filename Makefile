@@ -24,7 +24,8 @@ endif
 EAGER  := $(if $(filter-out install train grid data translate predict copy,$(MAKECMDGOALS)),,$(filter cpu cuda tpu,$(DEVICE)))
 TORCH_TPU := $(filter tpu,$(EAGER))
 ifneq ($(origin VENV),command line)
-VENV   := $(if $(TORCH_TPU),.venv-tpu,$(if $(EAGER),$(if $(wildcard .venv/.installed),.venv,.venv-eager),.venv))
+EAGER_VENV := $(if $(wildcard .venv/.installed),.venv,.venv-eager)
+VENV   := $(if $(TORCH_TPU),.venv-tpu,$(if $(EAGER),$(EAGER_VENV),.venv))
 endif
 NEEDED := requirements$(if $(EAGER),$(if $(filter .venv,$(VENV)),,-eager)).txt
 XLA    := $(if $(findstring eager,$(NEEDED)),,yes)

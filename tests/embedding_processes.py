@@ -11,13 +11,12 @@ tests/test_embedding_processes.py starts it: python embedding_processes.py FOLDE
 """
 
 import importlib
-import os
-import socket
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
+import forks
 import torch
 from embedding_helpers import (
     EXCHANGED,
@@ -164,24 +163,9 @@ def training(mesh: Mesh) -> dict[str, Callable]:
     return results
 
 
-def be_process(number: int, count: int, port: int, folder: str, job: str, *names: str) -> None:
-    """Does a job as process `number` of `count`, with the variables that torchrun sets."""
-    if count > 1:
-        os.environ |= {
-            "RANK": str(number),
-            "LOCAL_RANK": str(number),
-            "WORLD_SIZE": str(count),
-            "LOCAL_WORLD_SIZE": str(count),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-        }
+def be_process(number: int, folder: str, job: str, names: list[str]) -> None:
+    """Does a job as one of the processes."""
     work(device.setup(0, "float32", kind="cpu"), folder, job, *names)
-
-
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
 
 
 def main(folder: str, jobs: list[str]) -> None:
@@ -191,19 +175,9 @@ def main(folder: str, jobs: list[str]) -> None:
         importlib.import_module("sklearn.metrics")
         importlib.import_module("torchrec")
     for job in jobs:
-        count, *names = job.split(":")
-        # Forked, since imports take seconds; nothing has started a thread yet.
-        port = free_port()
-        started = []
-        for number in range(int(count)):
-            child = os.fork()
-            if child == 0:
-                be_process(number, int(count), port, folder, *names)
-                sys.exit(0)
-            started.append(child)
-        for child in started:
-            _, status = os.waitpid(child, 0)
-            assert status == 0, f"a process of {job} failed"
+        count, name, *names = job.split(":")
+        statuses = forks.run(int(count), partial(be_process, folder=folder, job=name, names=names))
+        assert not any(statuses), f"a process of {job} failed"
 
 
 if __name__ == "__main__":

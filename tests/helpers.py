@@ -25,7 +25,22 @@ from data import glue
 from tpu.compiler import hlo
 from tpu.compiler.hlo_pb2 import HloModuleProtoWithConfig
 from train.common import cli, device
+from train.common.mesh import Mesh
 from train.common.run import Run
+
+# A device
+
+ONE_CPU = Mesh(
+    device=torch.device("cpu"),
+    spmd=None,
+    num_devices=1,
+    process_index=0,
+    process_count=1,
+    kind="CPU",
+    precision="float32",
+    strict=True,
+)
+
 
 # Code of a page
 

@@ -12,14 +12,14 @@ import importlib
 import json
 import os
 import signal
-import socket
 import sys
-import traceback
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import forks
 import torch
 import torch.nn.functional as F
 from eager_runs import without_dropout
@@ -33,19 +33,14 @@ from train.common.run import Run
 
 SHORT = {"log_every": 1}
 GLUE = {**SHORT, "lengths": (32,), "epochs": 4, "eval_every": 6}
+RESNET = {**SHORT, "epochs": 1, "warmup_epochs": 0.5, "lr": 0.01}
 # Script and changes of its preset tiny. A run of another number of processes has the same.
 RUNS = {
     # The last batch of an epoch has 16 examples, all of them of the first of two processes.
     "glue": ("glue", GLUE),
     "glue-accumulated": ("glue", {**GLUE, "update_every": 2}),
-    "resnet50": (
-        "resnet50",
-        {**SHORT, "epochs": 1, "warmup_epochs": 0.5, "lr": 0.01, "norm_groups": 4},
-    ),
-    "resnet50-one-group": (
-        "resnet50",
-        {**SHORT, "epochs": 1, "warmup_epochs": 0.5, "lr": 0.01, "norm_groups": 1},
-    ),
+    "resnet50": ("resnet50", {**RESNET, "norm_groups": 4}),
+    "resnet50-one-group": ("resnet50", {**RESNET, "norm_groups": 1}),
     "squad": ("squad", {**SHORT, "epochs": 0.1}),
     "tagging": ("tagging", {**SHORT, "epochs": 0.15, "lengths": (32,)}),
     "tagging-accumulated": ("tagging", {**SHORT, "epochs": 0.15, "update_every": 2}),
@@ -246,30 +241,14 @@ def train(run: str, folder: str) -> Any:
         return ended.code
 
 
-def be_process(index: int, count: int, port: int, folder: str, runs: list[str]) -> None:
-    """Trains the runs as one of `count` processes, and ends it."""
+def be_process(index: int, count: int, folder: str, runs: list[str]) -> None:
+    """Trains the runs as one of `count` processes."""
     log = os.open(f"{folder}/{count}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)
-    if count > 1:
-        os.environ |= {
-            "RANK": str(index),
-            "LOCAL_RANK": str(index),
-            "WORLD_SIZE": str(count),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-        }
-    code = 1
-    try:
-        for run in runs:
-            found = train(run, folder)
-            Path(f"{folder}/{run}-{count}-{index}").write_text(json.dumps(found))
-        code = 0
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        os._exit(code)
+    for run in runs:
+        found = train(run, folder)
+        Path(f"{folder}/{run}-{count}-{index}").write_text(json.dumps(found))
 
 
 def main(folder: str, groups: list[str]) -> None:
@@ -284,17 +263,7 @@ def main(folder: str, groups: list[str]) -> None:
     for group in groups:
         number, *runs = group.split()
         count = int(number)
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        children = []
-        for index in range(count):
-            child = os.fork()
-            if child == 0:
-                be_process(index, count, port, folder, runs)
-            children.append(child)
-        for child in children:
-            _, status = os.waitpid(child, 0)
+        for status in forks.run(count, partial(be_process, count=count, folder=folder, runs=runs)):
             is_killed = os.WIFSIGNALED(status) and "die" in runs
             failed = failed or (status != 0 and not is_killed)
     sys.exit(failed)

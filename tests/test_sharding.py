@@ -27,7 +27,7 @@ import torch
 import torch.nn.functional as F
 import torch_xla
 import torch_xla.distributed.spmd as xs
-from helpers import environment, equal, exported, flags, losses, records, summary
+from helpers import ONE_CPU, environment, equal, exported, flags, losses, records, summary
 from torch import Tensor, nn
 from transformers import ElectraConfig, ElectraForMaskedLM
 
@@ -52,16 +52,6 @@ OF_1_3B = replace(FULL, remat=True)  # RoBERTa of size 1.3b in docs/large_models
 CLOSE = {"rtol": 1e-4, "atol": 1e-5}
 STEPS = 4  # two traced, two repeated
 SIZE = Size(layers=1, width=32, heads=4)
-CPU = device.Mesh(
-    device=torch.device("cpu"),
-    spmd=None,
-    num_devices=1,
-    process_index=0,
-    process_count=1,
-    kind="CPU",
-    precision="float32",
-    strict=True,
-)
 # The command line of train.pretrain, with that size.
 SMALL = f"""
 from models import encoders
@@ -502,7 +492,7 @@ def test_recomputation_on_plain_pytorch_changes_no_bit_either():
         return loss, torch.autograd.grad(loss, [*model.parameters()])
 
     kept = loss_and_gradients()
-    sharding.arranged(CPU, Layout(remat=True)).layers.arrange(model, encoders.rules)
+    sharding.arranged(ONE_CPU, Layout(remat=True)).layers.arrange(model, encoders.rules)
     recomputed = loss_and_gradients()
 
     torch.testing.assert_close(recomputed, kept, rtol=0, atol=0)
@@ -745,7 +735,7 @@ def test_values_that_are_refused(refused, script, flags, pattern, monkeypatch):
 def test_one_device_of_plain_pytorch_has_nothing_to_cut(layout, flag):
     message = f"{flag}, but with --device cpu each process has the whole model.*--device xla"
     with pytest.raises(InputError, match=message):
-        sharding.arranged(CPU, layout)
+        sharding.arranged(ONE_CPU, layout)
 
 
 @pytest.mark.parametrize("given", ["copies=4", "model=4"])

@@ -12,12 +12,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import update
+from helpers import ONE_CPU, update
 from run_make import ROOT, make
 
 from errors import InputError
-from train.common import device, eager, torchtpu
-from train.common.mesh import Mesh
+from train.common import device, eager, start_processes, torchtpu
 
 ENTRY_POINTS = "[torch.backends]\ntorch_tpu = torch_tpu:load\n"
 METADATA = "Metadata-Version: 2.1\nName: torch_tpu\nVersion: 0.2.0\n"
@@ -71,9 +70,8 @@ def test_without_torchtpu_tpu_says_how_to_install_it(set_up):
 
 
 def test_torchtpu_takes_one_chip(set_up, monkeypatch):
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT"):
-        monkeypatch.setenv(name, "2")
-    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    for name, value in start_processes.variables(index=0, count=2, port=1).items():
+        monkeypatch.setenv(name, value)
     with pytest.raises(InputError, match="WORLD_SIZE is 2, but --device tpu runs on one chip"):
         set_up()
 
@@ -98,21 +96,9 @@ def test_a_command_ends_with_the_sentence_of_a_missing_chip(tmp_path):
     assert "Traceback" not in ended.stderr
 
 
-MESH = Mesh(
-    device=torch.device("cpu"),
-    spmd=None,
-    num_devices=1,
-    process_index=0,
-    process_count=1,
-    kind="CPU",
-    precision="float32",
-    strict=True,
-)
-
-
 def test_shapes_are_fixed_on_torchtpu_alone():
-    assert MESH.shapes_may_vary
-    on_tpu = dataclasses.replace(MESH, device=SimpleNamespace(type="tpu"))
+    assert ONE_CPU.shapes_may_vary
+    on_tpu = dataclasses.replace(ONE_CPU, device=SimpleNamespace(type="tpu"))
     assert not on_tpu.shapes_may_vary
 
 
@@ -126,7 +112,7 @@ def test_fused_updates_by_a_rate_on_the_device_are_the_same(kind):
         optimizer = kind([weight], lr=0.1, fused=True)
         (group,) = optimizer.param_groups
         if on_device:
-            torchtpu.prepare_group(group, MESH)
+            torchtpu.prepare_group(group, ONE_CPU)
         for rate in (0.5, 0.25):
             device.set_lr(optimizer, rate)
             assert isinstance(group["lr"], torch.Tensor) == on_device

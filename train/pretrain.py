@@ -280,9 +280,11 @@ def on_device(model: nn.Module, mesh: Mesh) -> nn.Module:
 
 def make_optimizer(config: Config, model: nn.Module) -> torch.optim.Optimizer:
     """Returns AdamW or LAMB; biases and norms have no weight decay."""
-    adamw, lamb = torch.optim.AdamW, Lamb
+    adamw = torch.optim.AdamW
+    lamb = Lamb
     if config.moments == "bfloat16":
-        adamw, lamb = moments.AdamW, moments.Lamb
+        adamw = moments.AdamW
+        lamb = moments.Lamb
 
     recipe = recipe_of(config)
     groups = architectures.parameter_groups(model, recipe.weight_decay)

@@ -381,7 +381,8 @@ def split_name(name: str) -> tuple[int, str]:
     Raises:
         InputError: it is no such name.
     """
-    count, slice_name = 1, name
+    count = 1
+    slice_name = name
     found = re.fullmatch(r"([1-9][0-9]{0,2})x(\D.*)", name, re.ASCII | re.IGNORECASE)
     if found:
         count = int(found[1])

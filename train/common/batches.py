@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from errors import InputError
+from train.common.mesh import processes_of_machine
 
 PADDING = -1  # the index of a padded example
 PREFETCH = 2  # batches that a worker makes ahead
@@ -348,8 +349,10 @@ def data_loader(
             process's share of the cores where torchrun has started several.
     """
     if workers < 0:
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-        workers = max(cores // int(os.environ.get("LOCAL_WORLD_SIZE") or 1), 1)
+        cores = os.cpu_count()
+        if hasattr(os, "sched_getaffinity"):  # not on macOS
+            cores = len(os.sched_getaffinity(0))
+        workers = max(cores // processes_of_machine(), 1)
     return DataLoader(
         maker,
         batch_size=None,  # a key makes a batch

@@ -176,7 +176,7 @@ def own_seed() -> tuple[int, ...]:
     """Returns what a process adds to the seed of a step: each draws for its own rows."""
     if processes.count() == 1:
         return ()
-    return (processes.place().index,)
+    return (processes.index(),)
 
 
 def fetch(values: list[Tensor]) -> list[float]:

@@ -3,6 +3,7 @@
 Everything in train/common may import this file. It imports nothing of the project.
 """
 
+import os
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -36,6 +37,12 @@ class Layout:
 
 
 WHOLE = Layout()  # on every device
+
+
+def processes_of_machine() -> int:
+    """Returns how many processes of the run share this machine: those that torchrun has started on
+    it, else 1."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
 
 
 @dataclass(frozen=True)

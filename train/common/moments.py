@@ -24,6 +24,7 @@ from train.common import device
 from train.common.hashing import hash32, shift_right
 
 MOMENTS = ("exp_avg", "exp_avg_sq")  # their names in the state of both optimizers
+Tensors = tuple[list[Tensor], ...]  # see `_RoundedMoments._update`
 
 
 def round_stochastically(x: Tensor, bits: Tensor) -> Tensor:
@@ -77,7 +78,8 @@ class _RoundedMoments:
         if not state:
             self._begin(state, parameter)
         moments = [state[name].float() for name in MOMENTS]
-        self._update(group, parameter, moments, state)
+        exp_avg, exp_avg_sq = moments
+        self._update(group, state, ([parameter], [parameter.grad], [exp_avg], [exp_avg_sq]))
 
         bits = random_bits(parameter.shape, salt)
         halves = (bits & 0xFFFF, shift_right(bits, 16))
@@ -89,14 +91,13 @@ class _RoundedMoments:
         for name in MOMENTS:
             state[name] = torch.zeros_like(parameter, dtype=torch.bfloat16)
 
-    def _update(
-        self,
-        group: dict[str, Any],
-        parameter: nn.Parameter,
-        moments: list[Tensor],
-        state: dict[str, Any],
-    ) -> None:
-        """Updates a parameter and its moments in float32, in place, as the library does."""
+    def _update(self, group: dict[str, Any], state: dict[str, Any], tensors: Tensors) -> None:
+        """Updates a parameter and its moments in place, as the library does.
+
+        Args:
+            tensors: lists of one: the parameter, its gradient and its float32 moments, as both
+                libraries' functions take them.
+        """
         raise NotImplementedError
 
 
@@ -107,20 +108,10 @@ class AdamW(_RoundedMoments, torch.optim.AdamW):
         super()._begin(state, parameter)
         state["step"] = torch.zeros((), dtype=torch.float32)
 
-    def _update(
-        self,
-        group: dict[str, Any],
-        parameter: nn.Parameter,
-        moments: list[Tensor],
-        state: dict[str, Any],
-    ) -> None:
-        exp_avg, exp_avg_sq = moments
+    def _update(self, group: dict[str, Any], state: dict[str, Any], tensors: Tensors) -> None:
         beta1, beta2 = group["betas"]
         adamw(
-            [parameter],
-            [parameter.grad],
-            [exp_avg],
-            [exp_avg_sq],
+            *tensors,
             [],
             [state["step"]],
             foreach=False,
@@ -140,20 +131,10 @@ class Lamb(_RoundedMoments, timm.optim.Lamb):
     """timm's Lamb without bias correction and without a clipping of its own, its moments in
     bfloat16."""
 
-    def _update(
-        self,
-        group: dict[str, Any],
-        parameter: nn.Parameter,
-        moments: list[Tensor],
-        state: dict[str, Any],
-    ) -> None:
-        exp_avg, exp_avg_sq = moments
+    def _update(self, group: dict[str, Any], state: dict[str, Any], tensors: Tensors) -> None:
         beta1, beta2 = group["betas"]
         lamb(
-            [parameter],
-            [parameter.grad],
-            [exp_avg],
-            [exp_avg_sq],
+            *tensors,
             foreach=False,
             lr=group["lr"],
             beta1=beta1,

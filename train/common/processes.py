@@ -126,6 +126,11 @@ def count() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
+def index() -> int:
+    """Returns this process's number among those that it has joined, from 0."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
 @contextlib.contextmanager
 def meeting() -> Iterator[None]:
     """Makes an error of the collectives inside a LostProcess."""

@@ -38,27 +38,39 @@ def count_of(given: str) -> int:
     return int(given)
 
 
-def start(count: int, command: Sequence[str]) -> list[subprocess.Popen]:
-    """Starts the processes, with the variables that torchrun sets."""
+def free_port() -> int:
+    """Returns a port of this machine that nobody listens at."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+        return free.getsockname()[1]
 
-    environment = {
-        "OMP_NUM_THREADS": str(max(os.cpu_count() // count, 1)),
-        **os.environ,
+
+def variables(index: int, count: int, port: int) -> dict[str, str]:
+    """Returns what torchrun sets for process `index` of `count`, all on this machine.
+
+    Args:
+        port: where they find each other.
+    """
+    return {
+        "RANK": str(index),
+        "LOCAL_RANK": str(index),
         "WORLD_SIZE": str(count),
         "LOCAL_WORLD_SIZE": str(count),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
     }
+
+
+def start(count: int, command: Sequence[str]) -> list[subprocess.Popen]:
+    """Starts the processes, with the variables that torchrun sets."""
+    port = free_port()
+    environment = {"OMP_NUM_THREADS": str(max(os.cpu_count() // count, 1)), **os.environ}
     # A process has its own session: a terminal's Ctrl-C reaches it once, handed on by this one.
     processes = []
     for index in range(count):
-        own = {"RANK": str(index), "LOCAL_RANK": str(index)}
         process = subprocess.Popen(
             [sys.executable, "-m", *command],
-            env=environment | own,
+            env=environment | variables(index, count, port),
             start_new_session=True,
             preexec_fn=_end_with_this_process,
         )

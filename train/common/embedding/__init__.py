@@ -10,7 +10,7 @@
     process_devices    or one in each of several processes
     xla_devices        or those of an XLA mesh
     optimizers, rows   how rows are updated; taken, pooled and added up
-    owners, hashing    how rows are spread over devices
+    owners             how rows are spread over devices
     pieces, storage    tables in pieces, and these in checkpoints
 """
 

@@ -12,7 +12,7 @@ from train.common.embedding.exchange import Exchanged
 from train.common.embedding.optimizers import Optimizer, row_bytes
 from train.common.embedding.plan import TableArray
 from train.common.embedding.tables import Table
-from train.common.mesh import Mesh
+from train.common.mesh import Mesh, processes_of_machine
 
 # The class of each plan, in the order of a model's arrays.
 ARRAYS: dict[str, type[TableArray]] = {Exchanged.name: Exchanged, Copied.name: Copied}
@@ -147,6 +147,5 @@ def device_bytes_for_tables(mesh: Mesh) -> float:
     if mesh.kind != "CPU":
         raise InputError(f"the memory of a {mesh.kind!r} is not known: give device_bytes")
     machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    processes_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # of torchrun
-    devices_here = mesh.num_devices // mesh.process_count * processes_here
+    devices_here = mesh.num_devices // mesh.process_count * processes_of_machine()
     return TABLE_SHARE * machine / devices_here
