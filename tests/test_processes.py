@@ -2,6 +2,7 @@
 (tests/process_runs.py): the losses of one process, an exact resume, and an end of all together."""
 
 import json
+import os
 import signal
 import socket
 import subprocess
@@ -210,14 +211,25 @@ def test_a_port_that_is_taken_is_refused_in_a_sentence(monkeypatch):
 
 
 def test_a_process_that_waits_for_others_says_so(monkeypatch, capfd):
+    """gloo prints a line for each process, which would be between those of the run."""
+
+    def connect_late(*_, **__):
+        time.sleep(0.5)
+        os.write(1, b"[Gloo] Rank 1 is connected")
+
     values = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "here", "MASTER_PORT": "7"}
     for name, value in values.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(processes, "PATIENCE", 0.1)
-    monkeypatch.setattr(processes.dist, "init_process_group", lambda *_, **__: time.sleep(0.5))
+    monkeypatch.setattr(processes.dist, "init_process_group", connect_late)
     monkeypatch.setattr(processes.atexit, "register", lambda _: None)
     processes.join("cpu")
-    assert "process 1 of 2 waits at here:7: others have not come yet" in capfd.readouterr().err
+    print("trained")
+
+    out, err = capfd.readouterr()
+    assert "process 1 of 2 waits at here:7: others have not come yet" in err
+    assert "[Gloo]" in err
+    assert out == "trained\n"
 
 
 def test_fewer_gpus_than_processes_are_refused(monkeypatch):
