@@ -85,8 +85,9 @@ def _check_processes(mesh: Mesh, layout: Layout) -> None:
         )
     if layout.shard_state == "full":
         raise InputError(
-            f"--shard-state is full, {each_is_whole}: give --shard-state optimizer, by which "
-            "several processes share out the optimizer's state, or use --device xla"
+            f"--shard-state is full, {each_is_whole}: FSDP gathers weights when a model is called, "
+            "and steps here also call its parts; give --shard-state optimizer, by which several "
+            "processes share out the optimizer's state, or use --device xla"
         )
 
 
