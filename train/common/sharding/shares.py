@@ -35,8 +35,8 @@ class StateShares(LayerSharding):
     def keep_placements(self, optimizer: torch.optim.Optimizer, mesh: Mesh) -> None:
         """Shares out an optimizer's state, and makes each update one of all processes.
 
-        Until here each process has the whole state. That is no more than the buckets of gradients
-        take in a backward pass.
+        Until here each process has the whole state. That is no more than gradients and their
+        buckets take in a backward pass.
         """
         parameters = []
         for group in optimizer.param_groups:
@@ -53,7 +53,7 @@ class StateShares(LayerSharding):
         def hide_gradients(*_: Any) -> None:
             # An optimizer leaves alone what has no gradient.
             for parameter in of_others:
-                gradients[parameter] = parameter.grad
+                gradients[parameter] = parameter.grad  # to which micro-batches add
                 parameter.grad = None
 
         def show_gradients_and_send(*_: Any) -> None:
@@ -66,9 +66,10 @@ class StateShares(LayerSharding):
 
     @staticmethod
     def to_host(tensors: Sequence[Tensor], is_needed: bool) -> list[Tensor]:
-        """Copies tensors to the host, those that another process has as well.
+        """Copies tensors to the host, also those that only another process has.
 
-        Every process must call this with the same tensors, one after the other of which it gets.
+        Every process must call this with the same tensors. They are sent one at a time, since no
+        host is to hold them twice.
 
         Args:
             is_needed: whether this process needs the copies; else it gets [].
