@@ -183,6 +183,22 @@ def mean(value: Tensor) -> Tensor:
     return total / count()
 
 
+def send_from_owners(tensors: Sequence[Tensor], owners: Sequence[int]) -> None:
+    """Gives each process what the owner of each tensor has in it.
+
+    Args:
+        tensors: contiguous; the same shapes and types on all processes. Those of others than the
+            owner are overwritten.
+        owners: the number of a process for each tensor.
+    """
+    with meeting():
+        works = []
+        for tensor, owner in zip(tensors, owners, strict=True):
+            works.append(dist.broadcast(tensor.detach(), src=owner, async_op=True))
+        for work in works:
+            work.wait()
+
+
 class SharedMean(torch.autograd.Function):
     """The mean over the processes of what each has computed.
 
