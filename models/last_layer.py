@@ -30,11 +30,20 @@ OF_FIRST_TOKEN = "ForSequenceClassification"
 
 
 def take(x: Tensor, used: Used) -> Tensor:
-    """Returns the used tokens [B, P, C] of x [B, T, C]."""
+    """Returns the tokens [B, P, C] of x [B, T, C] that the last layer is computed for: the used
+    ones; of each row whose first is used the first `FORMS.first_tokens`, which see the same."""
+    if isinstance(used, int):
+        rows = x.unflatten(1, (used, -1))
+        return rows[:, :, : layers.FORMS.first_tokens].flatten(1, 2)
+    return layers.take(x, used)
+
+
+def drop_unused(x: Tensor, used: Used) -> Tensor:
+    """Returns the used tokens [B, P, C] of those that `take` has returned."""
     if isinstance(used, int):
         rows = x.unflatten(1, (used, -1))
         return rows[:, :, 0]
-    return layers.take(x, used)
+    return x
 
 
 def of_packed(used: Used, together: int, tokens: int) -> Used:
@@ -72,6 +81,7 @@ class Stack:
         if attention_mask.shape[2] > 1:  # [B, 1, T, T]: each token sees others
             attention_mask = take(attention_mask[:, 0], used_tokens)[:, None]
         hidden_states = last(hidden_states, attention_mask, used_tokens=used_tokens)
+        hidden_states = drop_unused(hidden_states, used_tokens)
         return BaseModelOutputWithPast(last_hidden_state=hidden_states)
 
 

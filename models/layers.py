@@ -17,6 +17,7 @@ from models.hashing import hash32
 from models.products import NATIVE_DEVICES, einsum
 
 LANES = 128  # numbers in a row of a TPU's vector register
+SUBLANES = 8  # rows of such a register
 MASKED = -1e9  # added to masked scores; finite, so that a query without any key gives no NaN
 
 
@@ -26,12 +27,14 @@ class Forms:
 
     clamp_weights: bool = True  # clamps attention's weights before their cast, without dropout
     used_tokens: bool = True  # computes the last layer for used tokens only: last_layer.py
+    # Where a row's first token alone is used, computes so many of its first ones.
+    first_tokens: int = 1
 
 
 FORMS = Forms()
 
 
-def use_forms(clamp_weights: bool, used_tokens: bool = True) -> None:
+def use_forms(clamp_weights: bool, used_tokens: bool = True, first_tokens: int = 1) -> None:
     """Sets the forms of `Forms` for all that this process computes or traces from now on.
 
     There is one choice per process, as with compiler flags: the forms are part of no model and of
@@ -39,6 +42,7 @@ def use_forms(clamp_weights: bool, used_tokens: bool = True) -> None:
     """
     FORMS.clamp_weights = clamp_weights
     FORMS.used_tokens = used_tokens
+    FORMS.first_tokens = first_tokens
 
 
 def rows_together(rows: int, tokens: int, packing_parts: int) -> int:

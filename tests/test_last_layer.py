@@ -27,6 +27,7 @@ every_kind = pytest.mark.parametrize("kind", CONFIGURATIONS)
 def fast_forms(monkeypatch) -> None:
     """Another test of this process may have asked for the safe ones."""
     monkeypatch.setattr(layers.FORMS, "used_tokens", True)
+    monkeypatch.setattr(layers.FORMS, "first_tokens", 1)
 
 
 def new(kind: str, auto_class: type, **settings) -> PreTrainedModel:
@@ -64,9 +65,12 @@ def gradients(model: PreTrainedModel, outputs: Tensor) -> dict[str, Tensor]:
 
 
 @pytest.mark.usefixtures("form")
-@pytest.mark.parametrize("packing_parts", [0, 2])
+@pytest.mark.parametrize(("packing_parts", "first_tokens"), [(0, 1), (0, 8), (2, 1), (2, 8)])
 @every_kind
-def test_a_classifier_has_transformers_logits_and_gradients(kind, packing_parts):
+def test_a_classifier_has_transformers_logits_and_gradients(
+    kind, packing_parts, first_tokens, monkeypatch
+):
+    monkeypatch.setattr(layers.FORMS, "first_tokens", first_tokens)
     model = new(kind, transformers.AutoModelForSequenceClassification, num_labels=3)
     batch = rows()
     own = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
@@ -93,14 +97,16 @@ def of_last_layer(model: PreTrainedModel) -> list[torch.Size]:
     return shapes
 
 
+@pytest.mark.parametrize(("first_tokens", "count"), [(1, 1), (8, 8), (64, TOKENS)])
 @every_kind
-def test_a_classifiers_last_layer_has_one_token(kind):
+def test_a_classifiers_last_layer_has_the_first_tokens(kind, first_tokens, count, monkeypatch):
+    monkeypatch.setattr(layers.FORMS, "first_tokens", first_tokens)
     model = fast(new(kind, transformers.AutoModelForSequenceClassification))
     shapes = of_last_layer(model)
 
     classification.compute_logits(model, rows())
 
-    assert shapes == [(ROWS, 1, WIDTH)]
+    assert shapes == [(ROWS, count, WIDTH)]
 
 
 @pytest.mark.parametrize("next_sentence", [False, True])
