@@ -1,0 +1,46 @@
+"""Forks the hosts of pods: python -m pod_server DESCRIPTOR
+
+It has the imports that all hosts need, and no device and no thread, which a fork could not use.
+Through the connection it gets pairs: a Job of pod_host.py, and the place of the hosts' files. It
+answers each with the hosts' exit codes.
+"""
+
+import gc
+import importlib
+import mmap
+import sys
+from functools import partial
+from multiprocessing.connection import Connection
+
+import forks
+import numpy as np
+import pod_host
+import pod_runs  # noqa: F401, with it all scripts
+
+# What the hosts would import later, each for itself.
+LATER = ()
+
+
+def serve(job: pod_host.Job, place: str) -> list[int]:
+    """Runs a pod; returns the status of each host, as os.waitpid has it."""
+    counts = np.frombuffer(mmap.mmap(-1, 8 * job.hosts), np.int64)
+    work = partial(pod_host.be_host, job=job, arrivals=counts, place=place)
+    return forks.run(job.hosts, work)
+
+
+def main() -> None:
+    """Serves until the other end is closed."""
+    connection = Connection(int(sys.argv[1]))
+    for module in LATER:
+        importlib.import_module(module)
+    gc.freeze()  # else a fork's collections would copy all memory
+    while True:
+        try:
+            job, place = connection.recv()
+        except EOFError:
+            return
+        connection.send(serve(job, place))
+
+
+if __name__ == "__main__":
+    main()
