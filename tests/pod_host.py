@@ -51,6 +51,10 @@ class Deadlock(Exception):
     """Hosts that would wait for each other forever."""
 
 
+class Batch(dict):
+    """What the loader gives, so that a step's batch is told from its other arguments."""
+
+
 @dataclass(frozen=True)
 class Meeting:
     """A point at which a host waits for the others."""
@@ -157,6 +161,8 @@ class Host:
             self.patch.setattr(device, "stop_requested", lambda mesh, *_: stop_requested(mesh))
         if self.job.results is None:
             self._record_collectives()
+            upload = loading.Loader._upload
+            self.patch.setattr(loading.Loader, "_upload", lambda *given: Batch(upload(*given)))
             self._watch_steps(eager)
         else:
             self._replace_devices()
@@ -233,7 +239,7 @@ class Host:
 
     def _gather(self, name: str, arguments: Sequence) -> dict[str, np.ndarray]:
         """Waits for the other hosts in a step; returns the whole batch, {} if it takes none."""
-        batches = [argument for argument in arguments if isinstance(argument, dict)]
+        batches = [argument for argument in arguments if isinstance(argument, Batch)]
         batch = {}
         for key, value in (batches[0] if batches else {}).items():
             batch[key] = value.numpy()
@@ -280,7 +286,7 @@ class Host:
             self.patch.setattr(xla, name, stand_in)
         # A mesh has all devices that there are.
         self.patch.setattr(xla.xr, "global_runtime_device_count", lambda: self.job.devices)
-        self.patch.setattr(loading.Loader, "_upload", lambda loader, batch: batch)
+        self.patch.setattr(loading.Loader, "_upload", lambda loader, batch: Batch(batch))
         device.choose_backend("xla")
         self._watch_steps(xla)
 
