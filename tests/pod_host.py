@@ -90,7 +90,8 @@ class Job:
         results: (name of a step, whole batch) -> what the step gives; None: real steps.
         devices: of all hosts, where steps are not real.
         stop_after: host -> training batches after which it gets SIGTERM.
-        agree_every: calls in which hosts agree about a signal; None: as many as the script says.
+        agree_every: calls in which hosts agree about a signal, if one gets it; None: as many as the
+            script says.
         seconds: that a host waits for another one.
     """
 
@@ -156,7 +157,7 @@ class Host:
         self.patch.setattr(tracking, "time", fast_clock)
         self.patch.setattr(storage, "HOSTS_SECONDS", self.job.seconds)
         self.patch.setattr(storage, "time", fast_clock)
-        if self.job.agree_every is not None:
+        if self.job.stop_after and self.job.agree_every is not None:
             stop_requested = partial(device.stop_requested, every=self.job.agree_every)
             self.patch.setattr(device, "stop_requested", lambda mesh, *_: stop_requested(mesh))
         if self.job.results is None:
@@ -190,6 +191,10 @@ class Host:
         if len(set(meetings)) > 1:
             raise Deadlock(f"the hosts wait at different points: {meetings}")
         return [brought for _, brought in met]
+
+    def pass_by(self, meeting: Meeting) -> None:
+        """Records a meeting that all hosts must come to, without waiting for them."""
+        self.report.meetings.append(meeting)
 
     def wait_for_others(self) -> None:
         """Lets the caller be late: returns when another host waits for this one, or has ended."""
@@ -278,7 +283,7 @@ class Host:
             "fetch": lambda values: [float(value) for value in values],
             "after_next_step": self._closures.append,
             "run_pending": self._run_closures,
-            "set_seed": self._record_seed,
+            "set_seed": lambda seed: self.pass_by(Meeting("seed", (seed,))),
             "annotate": lambda *_: None,
             "wait_for_steps": lambda: None,
         }
@@ -299,10 +304,6 @@ class Host:
         self._closures.clear()
         for closure in waiting:
             closure()
-
-    def _record_seed(self, seed: int) -> None:
-        """Records a seed, which must be the same on all hosts; nobody waits."""
-        self.report.meetings.append(Meeting("seed", (seed,)))
 
     # ---- who writes ------------------------------------------------------------------------------
     def watch_writes(self) -> None:

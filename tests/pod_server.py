@@ -15,16 +15,18 @@ from multiprocessing.connection import Connection
 import forks
 import numpy as np
 import pod_host
-import pod_runs  # noqa: F401, with it all scripts
 
-# What each host would import for itself.
-LATER = (
+# What the hosts would import, each for itself.
+IMPORTED = (
+    "pod_runs",  # with it all scripts
     "models.encoders.bert",
     "models.encoders.distilbert",
     "models.encoders.xlnet",
+    "sacrebleu",
     "sklearn.metrics",
     "torch.utils.tensorboard",
-    "torchrec",
+    "torchrec.models.dlrm",
+    "train.common.xla.while_loop",
     "transformers.models.bert.modeling_bert",
     "transformers.models.distilbert.modeling_distilbert",
     "transformers.models.xlnet.modeling_xlnet",
@@ -41,9 +43,12 @@ def serve(job: pod_host.Job, place: str) -> list[int]:
 def main() -> None:
     """Serves until the other end is closed."""
     connection = Connection(int(sys.argv[1]))
-    for module in LATER:
+    sys.modules["wandb"] = None  # which timm would import, and takes as long as torch
+    gc.disable()
+    for module in IMPORTED:
         importlib.import_module(module)
-    gc.freeze()  # else a fork's collections would copy all memory
+    gc.freeze()  # else collections in a fork would copy all memory
+    gc.enable()
     while True:
         try:
             job, place = connection.recv()
