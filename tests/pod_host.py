@@ -6,8 +6,8 @@ hosts, as the collectives in it would, and gives a simple function of the whole 
 all devices waits likewise. The hosts meet in a collective of gloo's, which fails where a host has
 ended, waits at another point, or does not come.
 
-A pod without such functions runs on the plain PyTorch of several processes: steps and collectives
-are real.
+Where a Job has no such function, as DLRM's, nothing of that is replaced: the hosts are processes of
+plain PyTorch with one device each, whose steps and collectives are real.
 """
 
 import os
@@ -236,7 +236,8 @@ class Host:
                     self._count_batch()
                 if self.job.results is None:
                     return step(*arguments)
-                return self.job.results(name, as_tensors(whole))
+                tensors = {key: torch.from_numpy(value) for key, value in whole.items()}
+                return self.job.results(name, tensors)
 
             return call
 
@@ -325,10 +326,6 @@ class Host:
         """Watches no more writes, and tells the other hosts that this one comes no more."""
         self._watches = False
         self._arrivals[self.index] = ENDED
-
-
-def as_tensors(batch: dict[str, np.ndarray]) -> dict[str, torch.Tensor]:
-    return {key: torch.from_numpy(value) for key, value in batch.items()}
 
 
 def be_host(index: int, job: Job, arrivals: np.ndarray, place: str) -> None:

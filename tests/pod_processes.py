@@ -1,8 +1,5 @@
-"""Pods whose hosts are processes of this machine, as tests use them; pod_host.py says what is real.
-
-with Pods(folder) as pods:
-    pod = pods.run(Job(hosts=2, work=pod_runs.nothing, folder=…, results=None))
-"""
+"""Pods whose hosts are processes of this machine, and what they leave for a test; pod_host.py says
+what of them is real."""
 
 import itertools
 import os
@@ -27,10 +24,12 @@ class Pod:
     """What the hosts of a pod have done.
 
     Attributes:
-        job: which they were given.
-        steps: every call of a compiled step that took a batch.
-        written: everything that was written below the pod's folder.
-        printed: by all hosts.
+        hosts: how many there are.
+        folder: see Job.
+        has_real_steps: no function stands for their steps.
+        steps: every call of a step that took a batch.
+        written: everything that was written below the folder.
+        printed: what all hosts have printed.
         meetings, trained, outcomes, notes: of each host, see Report.
     """
 

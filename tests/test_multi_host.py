@@ -106,9 +106,10 @@ def assert_equal(batches: list[dict], others: list[dict]) -> None:
             assert np.array_equal(batch[key][rows], other[key][rows]), (step, key)
 
 
-# How full the slots of DLRM's exchange are depends on the number of devices.
-LOADS = ("dropped", "pair_load", "update_load", "timing")
-ROUNDING = 2e-5
+# Of DLRM's records, where each host is one device: how full the slots of the exchange are depends
+# on the number of devices. `records` leaves no "timing".
+NOT_COMPARED = ("dropped", "pair_load", "update_load", "timing")
+ROUNDING = 2e-5  # relative, after updates of Adam, which divides by numbers near 0
 
 
 def assert_same_results(pod: Pod, alone: Pod) -> None:
@@ -126,7 +127,7 @@ def assert_same_results(pod: Pod, alone: Pod) -> None:
     assert pod.outcomes == pod.outcomes[:1] * pod.hosts
     assert pod.outcomes[0] == pytest.approx(alone.outcomes[0], rel=ROUNDING)
     for record in (*lines, *expected):
-        for name in LOADS:
+        for name in NOT_COMPARED:
             record.pop(name, None)
     for record, other in zip(lines, expected, strict=True):
         assert record == pytest.approx(other, rel=ROUNDING)
@@ -290,7 +291,8 @@ def test_only_the_main_process_writes_except_dlrms_tables(trained, name):
 
 @pytest.mark.parametrize("name", ["pretrain", "transformer"])
 def test_a_state_cut_over_hosts_is_made_whole_by_all(train, trained, name, tmp_path):
-    """Its shards are not here: where the hosts would run the program that joins them, they meet."""
+    """Its shards are not here: where the hosts would run the program that joins them, each says
+    so."""
 
     def newest_state(pod) -> Path:
         checkpoints = Path(run_folder(pod), "checkpoints")
