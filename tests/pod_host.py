@@ -153,7 +153,7 @@ class Host:
             processes.join("cpu")
 
         fast_clock = SimpleNamespace(monotonic=time.monotonic, sleep=lambda _: time.sleep(0.01))
-        self.patch.setattr(tracking, "SEEN_SECONDS", 0.3)
+        self.patch.setattr(tracking, "SEEN_SECONDS", 1)
         self.patch.setattr(tracking, "time", fast_clock)
         self.patch.setattr(storage, "HOSTS_SECONDS", self.job.seconds)
         self.patch.setattr(storage, "time", fast_clock)

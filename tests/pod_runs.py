@@ -5,6 +5,7 @@ It is imported by the tests and by the process whose forks the hosts are (pod_se
 """
 
 import sys
+import threading
 import time
 import zlib
 from collections.abc import Callable
@@ -342,13 +343,30 @@ def weights_are_cut_over_hosts(host: Host) -> None:
 
 
 def last_checkpoint_is_late(host: Host) -> None:
+    """Writes it when the main process waits for it, and the other hosts for the main process."""
+    save = checkpoint.Checkpointer.save
+    wait = checkpoint.Checkpointer.wait
     write = checkpoint.Checkpointer._write
+    saved = []
+    is_awaited = threading.Event()
+
+    def save_and_note(self, step, *state):
+        save(self, step, *state)
+        saved.append(step)
+
+    def wait_and_note(self):
+        if TRANSFORMER.updates in saved:
+            is_awaited.set()
+        wait(self)
 
     def write_late(self, step, *state):
         if step == TRANSFORMER.updates:
+            assert is_awaited.wait(host.job.seconds)
             host.wait_for_others()
         write(self, step, *state)
 
+    host.patch.setattr(checkpoint.Checkpointer, "save", save_and_note)
+    host.patch.setattr(checkpoint.Checkpointer, "wait", wait_and_note)
     host.patch.setattr(checkpoint.Checkpointer, "_write", write_late)
 
 
