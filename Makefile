@@ -83,7 +83,7 @@ BOARD := .venv-board
 
 .DEFAULT_GOAL := help
 .PHONY: help install train grid copy translate predict data compile compile-all logs stop status board doctor accept test guards test-all test-newest bench lint clean fairseq fairseq-golden jax \
-	check-model check-task check-grid check-device check-libtpu check-chips check-data check-translate check-predict check-bench
+	check-model check-task check-task-name check-grid check-device check-no-device check-libtpu check-chips check-data check-translate check-predict check-bench
 
 help:
 	@echo 'make train MODEL=resnet50                    trial run: small preset, synthetic data, half a minute'
@@ -228,10 +228,14 @@ check-model: check-device check-libtpu
 		{ echo "error: MODEL=dlrm is not for DEVICE=tpu: torchrec, which it needs, has no release for the torch of TorchTPU;" \
 			"leave out DEVICE=tpu" >&2; $(refuse); }
 
-check-task: check-model
+check-task: check-model check-task-name
 ifneq ($(TASK),)
 	@test -n '$(filter $(MODEL),$(ENCODERS))' || \
 		{ echo "error: TASK=$$TASK is for the encoders, and MODEL=$$MODEL has one task: leave it out" >&2; $(refuse); }
+endif
+
+check-task-name:
+ifneq ($(TASK),)
 	@case ' $(TASKS) ' in *" $$TASK "*) test '$(words $(TASK))' = 1;; *) false;; esac || \
 		{ echo "error: TASK=$$TASK is not known; TASK is one of: $(TASKS)" >&2; $(refuse); }
 endif
@@ -241,6 +245,11 @@ check-device:
 		*) echo "error: DEVICE=$$DEVICE is not known; DEVICE is one of: xla cpu cuda tpu" >&2; $(refuse);; esac
 	@test -z "$$PROCESSES" -o -n '$(and $(filter cpu cuda,$(EAGER)),$(filter train,$(MAKECMDGOALS)))' || \
 		{ echo "error: PROCESSES=$$PROCESSES is for make train with DEVICE=cpu or cuda; leave it out" >&2; $(refuse); }
+
+# Targets that are for XLA alone, or choose a device by flags of their own.
+check-no-device: check-device
+	@test -z '$(filter-out xla,$(DEVICE))' || \
+		{ echo "error: DEVICE=$$DEVICE is not for make $(firstword $(MAKECMDGOALS)); leave it out" >&2; $(refuse); }
 
 check-libtpu:
 ifneq ($(LIBTPU_ASKED),)
@@ -270,7 +279,7 @@ ON_TPUS = $(filter-out local,$(TPU))
 ifneq ($(ON_TPUS),)
 train: check-task
 	@test -z '$(EAGER)' || \
-		{ echo "error: DEVICE=$$DEVICE runs on one device of this machine, not on TPU=$$TPU; leave out one of them" >&2; exit 2; }
+		{ echo "error: DEVICE=$$DEVICE runs on devices of this machine, not on TPU=$$TPU; leave out one of them" >&2; exit 2; }
 	@python3 -m tpu.launch train --tpu "$$TPU" $(if $(ZONE),--zone "$$ZONE") $(if $(PROJECT),--project "$$PROJECT") \
 		$(if $(call given,RUN),--run "$$RUN") $(if $(call given,ENV),--env-from ENV) $(if $(RETRIES),--retries "$$RETRIES") \
 		$(LAUNCH_ARGS) -- \
@@ -306,7 +315,7 @@ check-grid: check-task
 ifneq ($(ON_TPUS),)
 grid: check-grid
 	@test -z '$(EAGER)' || \
-		{ echo "error: DEVICE=$$DEVICE runs on one device of this machine, not on TPU=$$TPU; leave out one of them" >&2; exit 2; }
+		{ echo "error: DEVICE=$$DEVICE runs on devices of this machine, not on TPU=$$TPU; leave out one of them" >&2; exit 2; }
 	@$(STOPPABLE)python3 -m train.grid $(GRID_TPUS) $(if $(wildcard $(INSTALLED)),--python $(PY)) $(GRID_WORDS)
 else
 grid: check-grid $(INSTALLED) $(TRACKERS)
@@ -324,13 +333,13 @@ copy: check-model
 	@$(PYTHON) copy_model.py "$$MODEL" $(if $(TASK),--task "$$TASK") $(if $(DEVICE),--device "$$DEVICE") $(if $(WITH),--with "$$WITH") --to="$$TO"
 
 # What is here and what is missing, before anything is installed.
-doctor:
+doctor: check-no-device check-task-name
 	@$(RECORDED)python3 -m tpu.doctor --python "$(PYTHON)" $(if $(DATA),--data "$$DATA") $(if $(SCRIPT_$(MODEL)),--script $(SCRIPT_$(MODEL))) \
 		$(if $(GLUE_TASK),--task "$$TASK") $(if $(TPU),--tpu "$$TPU") $(if $(ZONE),--zone "$$ZONE") \
 		$(if $(PROJECT),--project "$$PROJECT") $(ARGS)
 
 # What is promised, tried on a TPU, or on this machine without TPU=. Runs install what they need.
-accept:
+accept: check-no-device
 	@python3 -m tpu.accept --python "$(PYTHON)" $(if $(TPU),--tpu "$$TPU") $(if $(ZONE),--zone "$$ZONE") \
 		$(if $(PROJECT),--project "$$PROJECT") $(if $(RUNS),--runs "$$RUNS") $(if $(OUT),--out "$$OUT") $(ARGS)
 
@@ -377,7 +386,7 @@ NEWEST     := $(call pinned,requirements-compile.txt)
 BOTH_COMPILERS := $(foreach version,$(ON_TPU_VMS) $(NEWEST),$(LIBTPU)/$(version)/.installed)
 COMPILER := $(or $(LIBTPU_ASKED),$(ON_TPU_VMS))
 
-compile: check-task $(INSTALLED) $(LIBTPU)/$(COMPILER)/.installed
+compile: check-no-device check-task $(INSTALLED) $(LIBTPU)/$(COMPILER)/.installed
 	$(RECORDED)$(PY) -m tpu.compiler.compile $(MODEL) $(if $(filter file,$(origin PRESET)),,$(PRESET)) $(if $(TASK),--task $(TASK)) \
 		$(if $(TOPOLOGY),--topology "$(TOPOLOGY)") $(if $(BATCH),--batch "$(BATCH)") $(if $(EFFORT),--effort "$(EFFORT)") $(if $(and $(TPU_LIBRARY_PATH),$(if $(LIBTPU_ASKED),,unasked)),,--libtpu $(COMPILER)) \
 		$(if $(call given,PROGRAM),--program "$(PROGRAM)") $(if $(call given,OUT),--json "$(OUT)") $(if $(ARGS),-- $(ARGS))
@@ -417,7 +426,7 @@ ON_NEWEST := $(foreach name,eager resnet encoders heads architectures layers voc
 test-newest: $(NEWEST_TORCH)/.installed
 	$(NEWEST_TORCH)/bin/python -m pytest $(SHARED_OUT) -m 'not xla' $(ON_NEWEST) $(ARGS)
 
-check-bench:
+check-bench: check-no-device
 	@test -n '$(filter $(BENCH),$(BENCHES))' || { echo "error: BENCH=$$BENCH is not known; BENCH is one of: $(BENCHES)" >&2; exit 2; }
 
 bench: check-bench $(INSTALLED)

@@ -2,6 +2,7 @@
 
     python -m bench.processes                       two processes; the median of the ratios
     python -m bench.processes --processes 4 --rounds 12
+    python -m bench.processes --shares 1            ours with --shard-state optimizer
 
 Both sides have transformers' model, the same batch and optimizer, float32, no dropout, in the same
 processes; they differ in who averages the gradients. A round is some steps of the one and as many
@@ -24,6 +25,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification, BertConfig
 
 from train.common import device
+from train.common.mesh import Layout
 
 CLASSES = 2
 VOCABULARY = 2000
@@ -39,6 +41,7 @@ class Options(NamedTuple):
     length: int  # tokens of a row
     steps: int  # of each side in a round
     rounds: int
+    shares: int  # 1: our side shares out the optimizer's state
 
 
 def make_model(options: Options) -> nn.Module:
@@ -71,14 +74,16 @@ def make_batch(options: Options, index: int) -> dict[str, Tensor]:
 
 
 def make_step(
-    model: nn.Module, batch: dict[str, Tensor], mean_count: Callable[[Tensor], Tensor]
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batch: dict[str, Tensor],
+    mean_count: Callable[[Tensor], Tensor],
 ) -> Callable[[], None]:
     """Returns a step on a model whose backward pass averages gradients.
 
     Args:
         mean_count: returns what the sum of the losses is divided by, of a process's examples.
     """
-    optimizer = torch.optim.AdamW(model.parameters(), 1e-4, fused=True)
     inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
 
     def step() -> None:
@@ -100,15 +105,38 @@ def seconds(step: Callable[[], None], steps: int) -> float:
     return time.perf_counter() - started
 
 
+def state_bytes(optimizer: torch.optim.Optimizer) -> int:
+    """Returns how much of an optimizer's state this process has."""
+    total = 0
+    for values in optimizer.state.values():
+        for value in values.values():
+            if not value.is_meta:
+                total += value.nbytes
+    return total
+
+
 def compare(options: Options) -> None:
     """Runs both sides in this process, one of all; the first one prints."""
-    mesh = device.setup(0, "float32", kind="cpu")
+    layout = Layout(shard_state="optimizer" if options.shares else "none")
+    mesh = device.setup(0, "float32", kind="cpu", layout=layout)
     batch = make_batch(options, mesh.process_index)
     ours = device.to_device(make_model(options), mesh)
     theirs = nn.parallel.DistributedDataParallel(make_model(options))
+    our_optimizer = torch.optim.AdamW(ours.parameters(), 1e-4, fused=True)
+    their_optimizer = torch.optim.AdamW(theirs.parameters(), 1e-4, fused=True)
+    device.init_optimizer_state(our_optimizer, mesh)
+    of_all = device.over_hosts(mesh, state_bytes(our_optimizer))
+    if mesh.main_process:
+        low, high = of_all.low / 2**20, of_all.high / 2**20
+        weights = sum(parameter.nbytes for parameter in ours.parameters()) / 2**20
+        print(
+            f"MiB of a process: parameters {weights:.2f}, as much of gradients, "
+            f"the optimizer's state {low:.2f} to {high:.2f}",
+            flush=True,
+        )
     sides = {
-        "ours": make_step(ours, batch, device.mean_over_processes),
-        "DDP": make_step(theirs, batch, lambda count: count),
+        "ours": make_step(ours, our_optimizer, batch, device.mean_over_processes),
+        "DDP": make_step(theirs, their_optimizer, batch, lambda count: count),
     }
     for step in sides.values():
         seconds(step, 2)
@@ -137,7 +165,7 @@ def compare(options: Options) -> None:
 def main() -> None:
     """Starts the processes; each comes here again."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    defaults = Options(2, layers=4, width=256, rows=32, length=64, steps=5, rounds=8)
+    defaults = Options(2, layers=4, width=256, rows=32, length=64, steps=5, rounds=8, shares=0)
     for name, value in defaults._asdict().items():
         parser.add_argument(f"--{name}", type=int, default=value)
     options = Options(**vars(parser.parse_args()))

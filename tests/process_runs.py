@@ -29,23 +29,34 @@ from data import glue as glue_data
 from models import encoders
 from train import resnet50
 from train.common import cli, device
+from train.common.mesh import Layout
 from train.common.run import Run
 
 SHORT = {"log_every": 1}
 GLUE = {**SHORT, "lengths": (32,), "epochs": 4, "eval_every": 6}
+# Each process has its share of the optimizer's state.
+SHARES = {"layout": Layout(shard_state="optimizer")}
+LAMB = {"optimizer": "lamb", "moments": "bfloat16", "save_every": 4}
 RESNET = {**SHORT, "epochs": 1, "warmup_epochs": 0.5, "lr": 0.01}
 # Script and changes of its preset tiny. A run of another number of processes has the same.
 RUNS = {
     # The last batch of an epoch has 16 examples, all of them of the first of two processes.
     "glue": ("glue", GLUE),
     "glue-accumulated": ("glue", {**GLUE, "update_every": 2}),
+    "glue-shares": ("glue", {**GLUE, **SHARES}),
     "resnet50": ("resnet50", {**RESNET, "norm_groups": 4}),
+    "resnet50-shares": ("resnet50", {**RESNET, **SHARES, "norm_groups": 4}),
     "resnet50-one-group": ("resnet50", {**RESNET, "norm_groups": 1}),
     "squad": ("squad", {**SHORT, "epochs": 0.1}),
     "tagging": ("tagging", {**SHORT, "epochs": 0.15, "lengths": (32,)}),
     "tagging-accumulated": ("tagging", {**SHORT, "epochs": 0.15, "update_every": 2}),
     "pretrain": ("pretrain", {**SHORT, "steps": 8, "warmup_steps": 4, "eval_every": 4}),
     "pretrain-accumulated": ("pretrain", {**SHORT, "steps": 6, "update_every": 2}),
+    "pretrain-lamb": ("pretrain", {**SHORT, **LAMB, "steps": 6, "update_every": 2}),
+    "pretrain-lamb-shares": (
+        "pretrain",
+        {**SHORT, **LAMB, **SHARES, "steps": 6, "update_every": 2},
+    ),
     "distilbert": ("pretrain", {**SHORT, "steps": 6, "model": "distilbert"}),
     "transformer": (
         "transformer",
@@ -54,6 +65,10 @@ RUNS = {
     "transformer-accumulated": (
         "transformer",
         {**SHORT, "updates": 4, "update_every": 2, "eval_every": 4, "save_every": 4},
+    ),
+    "transformer-shares": (
+        "transformer",
+        {**SHORT, **SHARES, "updates": 8, "warmup_updates": 4, "eval_every": 8, "save_every": 4},
     ),
 }
 SENTENCES = 80  # of glue's training: batches of 32, 32 and 16
@@ -163,9 +178,36 @@ def compare_with_ddp(folder: str) -> dict[str, Any]:
     }
 
 
+def share(folder: str) -> dict[str, Any]:
+    """Trains two steps with a shared-out state of the optimizer; returns which parameters have
+    theirs here, its bytes, and whether all have their gradients after an update."""
+    mesh = device.setup(0, "float32", kind="cpu", layout=SHARES["layout"])
+    model = device.to_device(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2)), mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), 0.1, foreach=False)
+    device.init_optimizer_state(optimizer, mesh)
+    for _ in range(2):
+        model(torch.ones(4, 8) + rank()).square().mean().backward()
+        optimizer.step()
+
+    here = []
+    state_bytes = 0
+    for name, parameter in model.named_parameters():
+        moment = optimizer.state[parameter]["exp_avg"]
+        if not moment.is_meta:
+            here.append(name)
+            state_bytes += moment.nbytes
+    has_gradients = all(parameter.grad is not None for parameter in model.parameters())
+    return {"here": here, "bytes": state_bytes, "gradients": has_gradients}
+
+
 def stop(folder: str) -> None:
     """Trains "glue" until the last process alone gets a SIGTERM."""
     _stop_by(signal.SIGTERM, folder)
+
+
+def stop_shares(folder: str) -> None:
+    """Does so with a shared-out state of the optimizer."""
+    _stop_by(signal.SIGTERM, folder, SHARES)
 
 
 def die(folder: str) -> None:
@@ -173,12 +215,13 @@ def die(folder: str) -> None:
     _stop_by(signal.SIGKILL, folder)
 
 
-def _stop_by(number: int, folder: str) -> None:
+def _stop_by(number: int, folder: str, changes: dict[str, Any] | None = None) -> None:
     """Trains "glue" as its command does, until the last process gets a signal in step 5."""
     place = "stopped" if number == signal.SIGTERM else "killed"
     main, config = config_of("glue", folder, place)
+    config = replace(config, **(changes or {}))
     log = Run.log
-    last = int(os.environ["WORLD_SIZE"]) - 1
+    last = int(os.environ.get("WORLD_SIZE", 1)) - 1
 
     def log_and_stop(run, step, **values):
         log(run, step, **values)
@@ -199,10 +242,15 @@ def resume(folder: str) -> dict[str, float]:
     return main(config)
 
 
+def resume_shares(folder: str) -> dict[str, float]:
+    """Does so with a shared-out state of the optimizer."""
+    main, config = config_of("glue", folder, "stopped")
+    return main(replace(config, **SHARES))
+
+
 def refuse(folder: str) -> dict[str, str]:
     """Returns what is said of flags that several processes cannot have."""
     from errors import InputError
-    from train.common.mesh import Layout
 
     said = {}
     changes_of = {
@@ -222,9 +270,12 @@ def refuse(folder: str) -> dict[str, str]:
 
 CHECKS = {
     "ddp": compare_with_ddp,
+    "share": share,
     "stop": stop,
+    "stop-shares": stop_shares,
     "die": die,
     "resume": resume,
+    "resume-shares": resume_shares,
     "refuse": refuse,
 }
 

@@ -616,10 +616,17 @@ def test_make_and_the_scripts_know_the_same_tasks():
 @pytest.mark.parametrize("task", ["mr%", "squad ", "cola sst2", "it's"])
 def test_make_takes_a_task_by_its_exact_name(task):
     # Before anything is installed, and before a shell reads what it was given.
-    for target in ("train", "compile"):
+    for target in ("train", "compile", "doctor"):
         refusal = make(target, "MODEL=bert", f"TASK={task}")
         assert refusal.returncode == 2
         assert f"TASK={task} is not known; TASK is one of: cola" in refusal.stderr
+
+
+@pytest.mark.parametrize("target", ["compile", "doctor", "accept", "bench"])
+def test_make_refuses_a_device_where_it_chooses_nothing(target):
+    refusal = make(target, "MODEL=bert", "BENCH=step_time", "DEVICE=cpu")
+    assert refusal.returncode == 2
+    assert refusal.stderr.startswith(f"error: DEVICE=cpu is not for make {target}; leave it out")
 
 
 def test_make_refuses_dlrm_before_it_installs_torchtpu(tmp_path):

@@ -134,11 +134,7 @@ def xla_run(name: str, run_of, tmp_path, monkeypatch) -> tuple[Path | str, dict[
     return tmp_path / "xla", metrics
 
 
-# All but tagging, whose losses have not been written yet.
-WRITTEN = [case for case in MARKED if case.values != ("tagging",)]
-
-
-@pytest.mark.parametrize("plain", WRITTEN, indirect=True)
+@every_script
 def test_losses_are_those_of_torch_2_9_written_down(plain):
     found = losses(plain.folder / "alike/run")[:5]
     golden = json.loads(GOLDEN.read_text())

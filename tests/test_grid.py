@@ -747,6 +747,15 @@ def test_with_an_environment_the_values_are_checked_here(bed):
     assert bed.starts() == []
 
 
+def test_a_grid_inside_of_torchrun_is_refused(bed, monkeypatch):
+    """Each process would start all runs, and each run would wait for a second process."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    ended = bed.run()
+    assert ended.code == 2
+    assert ended.err.startswith("error: WORLD_SIZE is 2, as torchrun sets it, but a grid")
+    assert bed.starts() == []
+
+
 @pytest.mark.parametrize(
     ("tpu", "words", "pattern"),
     [

@@ -392,7 +392,7 @@ def test_a_start_is_refused_after_a_stop(bed, how):
     assert code == 0
     assert "worker 0: stopped before it trained: one" in err
     assert "worker 1: nothing ran" in err
-    bed.check_idle(5, stays=1)
+    bed.check_idle(20, stays=1)
     assert bed.starts() == [0, 0], "worker 0 had waited for worker 1"
 
 

@@ -395,7 +395,7 @@ def test_force_kills_another_users_run(bed, here):
     begun = time.monotonic()
     assert here("stop", "--grace", "0.1", "--force")[0] == 0
     assert time.monotonic() - begun < 15
-    bed.check_idle(5)
+    bed.check_idle(20)
 
 
 @one_worker

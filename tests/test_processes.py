@@ -2,6 +2,7 @@
 (tests/process_runs.py): the losses of one process, an exact resume, and an end of all together."""
 
 import json
+import os
 import signal
 import socket
 import subprocess
@@ -45,6 +46,7 @@ ALL = (
     "transformer",
     "transformer-accumulated",
 )
+SHARED = ("glue", "resnet50", "pretrain-lamb", "transformer")  # also with --shard-state optimizer
 
 
 class Runs:
@@ -79,7 +81,7 @@ def few(tmp_path_factory) -> Runs:
     return Runs(
         tmp_path_factory.mktemp("processes"),
         f"1 {' '.join(FEW)}",
-        f"2 ddp {' '.join(FEW)} stop resume refuse",
+        f"2 ddp {' '.join(FEW)} stop resume refuse glue-shares share",
         "2 die",
     )
 
@@ -130,6 +132,34 @@ def test_running_statistics_are_the_mean_of_all_processes(few):
     assert first["own norm"] != second["own norm"]
     means = [(a + b) / 2 for a, b in zip(first["own norm"], second["own norm"], strict=True)]
     assert first["norm"] == pytest.approx(means, abs=1e-7)
+
+
+def assert_same_files(runs: Runs, run: str, count: int) -> None:
+    """Asserts that a run whose processes share the optimizer's state leaves what it does without,
+    to the bit: losses, metrics, checkpoints and the export."""
+    alone = runs.folder / f"{count}/{run}"
+    shared = runs.folder / f"{count}/{run}-shares"
+    assert records(shared) == records(alone)
+    assert runs.found(f"{run}-shares", count) == runs.found(run, count)
+    config = json.loads((shared / "config.json").read_text())["config"]
+    assert config["layout"]["shard_state"] == "optimizer"
+
+    saved = sorted(alone.glob(f"checkpoints/*/{checkpoint.STATE}"))
+    assert saved
+    for path in saved:
+        assert path.read_bytes() == (shared / path.relative_to(alone)).read_bytes()
+    assert equal(exported(shared), exported(alone))
+
+
+def test_shares_of_a_state_change_no_bit(few):
+    assert_same_files(few, "glue", 2)
+
+
+def test_a_process_has_the_state_of_its_share_only(few):
+    first, second = few.found("share")
+    assert first == {"here": ["0.weight"], "bytes": 256, "gradients": True}
+    others = ["0.bias", "1.weight", "1.bias"]
+    assert second == {"here": others, "bytes": 104, "gradients": True}
 
 
 def test_each_process_draws_its_own_numbers(few):
@@ -210,14 +240,25 @@ def test_a_port_that_is_taken_is_refused_in_a_sentence(monkeypatch):
 
 
 def test_a_process_that_waits_for_others_says_so(monkeypatch, capfd):
+    """gloo prints a line for each process, which would be between those of the run."""
+
+    def connect_late(*_, **__):
+        time.sleep(0.5)
+        os.write(1, b"[Gloo] Rank 1 is connected")
+
     values = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "here", "MASTER_PORT": "7"}
     for name, value in values.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(processes, "PATIENCE", 0.1)
-    monkeypatch.setattr(processes.dist, "init_process_group", lambda *_, **__: time.sleep(0.5))
+    monkeypatch.setattr(processes.dist, "init_process_group", connect_late)
     monkeypatch.setattr(processes.atexit, "register", lambda _: None)
     processes.join("cpu")
-    assert "process 1 of 2 waits at here:7: others have not come yet" in capfd.readouterr().err
+    print("trained")
+
+    out, err = capfd.readouterr()
+    assert "process 1 of 2 waits at here:7: others have not come yet" in err
+    assert "[Gloo]" in err
+    assert out == "trained\n"
 
 
 def test_fewer_gpus_than_processes_are_refused(monkeypatch):
@@ -236,7 +277,11 @@ def test_fewer_gpus_than_processes_are_refused(monkeypatch):
 def many(tmp_path_factory) -> Runs:
     """All runs on one, two and four processes."""
     runs = " ".join(ALL)
-    return Runs(tmp_path_factory.mktemp("all"), *(f"{count} {runs}" for count in (1, 2, 4)))
+    shared = " ".join(f"{run}-shares" for run in SHARED)
+    groups = [f"1 {runs}"]
+    for count in (2, 4):
+        groups.append(f"{count} {runs} pretrain-lamb {shared}")
+    return Runs(tmp_path_factory.mktemp("all"), *groups)
 
 
 @pytest.mark.slow
@@ -244,6 +289,35 @@ def many(tmp_path_factory) -> Runs:
 @pytest.mark.parametrize("run", ALL)
 def test_every_script_has_the_losses_of_one_process(run, count, many):
     assert_same_losses(many, run, count)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.parametrize("run", SHARED)
+def test_shares_change_no_bit_of_any_optimizer(run, count, many):
+    assert_same_files(many, run, count)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("first", "then"), [("2 stop-shares", "1 resume"), ("1 stop", "2 resume-shares")]
+)
+def test_a_shared_state_goes_to_one_process_and_back(first, then, tmp_path):
+    runs = Runs(tmp_path, "1 glue", first, then)
+    stopped = tmp_path / "stopped/glue"
+    assert len(json.loads((stopped / "config.json").read_text())["starts"]) == 2
+    assert losses(stopped) == pytest.approx(runs.losses("glue", 1), rel=ROUNDING)
+    assert len(losses(stopped)) == 12
+
+
+@pytest.mark.slow
+def test_a_shared_state_resumes_to_the_bit(tmp_path):
+    runs = Runs(tmp_path, "2 glue stop-shares resume-shares")
+    assert runs.found("stop-shares") == [143, 143]
+    stopped = tmp_path / "stopped/glue"
+    straight = tmp_path / "2/glue"
+    assert records(stopped) == records(straight)
+    assert equal(exported(stopped), exported(straight))
 
 
 @pytest.mark.slow

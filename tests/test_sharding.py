@@ -738,6 +738,12 @@ def test_one_device_of_plain_pytorch_has_nothing_to_cut(layout, flag):
         sharding.arranged(ONE_CPU, layout)
 
 
+def test_one_process_shares_out_no_state():
+    layers = sharding.arranged(ONE_CPU, Layout(shard_state="optimizer")).layers
+    assert type(layers) is sharding.LayerSharding  # not what several processes have
+    assert not layers.spreads
+
+
 @pytest.mark.parametrize("given", ["copies=4", "model=4"])
 def test_a_mesh_on_which_a_state_would_not_be_cut_is_refused(given, mesh):
     message = f"--shard-state full cuts .* over data, of which --mesh {given} has one"

@@ -140,4 +140,4 @@ def test_make_installs_torchtpu_into_its_own_environment(tmp_path):
 def test_make_takes_tpu_for_a_device_of_this_machine():
     refused = make("train", "MODEL=bert", "DEVICE=tpu", "TPU=my-tpu")
     assert refused.returncode == 2
-    assert "DEVICE=tpu runs on one device of this machine, not on TPU=my-tpu" in refused.stderr
+    assert "DEVICE=tpu runs on devices of this machine, not on TPU=my-tpu" in refused.stderr

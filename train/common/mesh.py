@@ -15,8 +15,8 @@ DEVICES = ("xla", "cpu", "cuda", "tpu")  # tpu: TorchTPU, which has never been r
 # fast_float32: float32, with matrix products in the hardware's own precision (TF32, bfloat16).
 PRECISIONS = ("bfloat16", "float32", "fast_float32")
 
-# What is split over the axis "data": nothing; the optimizer's state and the gradients; or also the
-# weights (FSDP).
+# What is split over the axis "data": nothing; the optimizer's state and the gradients (between
+# processes of plain PyTorch the state only); or also the weights (FSDP).
 ShardState = Literal["none", "optimizer", "full"]
 
 

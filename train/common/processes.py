@@ -92,7 +92,7 @@ def join(kind: str) -> None:
         return
     backend = "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"
     try:
-        with meeting(), _saying_what_it_waits_for():
+        with meeting(), _saying_what_it_waits_for(), _output_to_error():
             dist.init_process_group(backend, timeout=TIMEOUT)
     except LostProcess as error:
         if "EADDRINUSE" not in str(error):
@@ -119,6 +119,21 @@ def _saying_what_it_waits_for() -> Iterator[None]:
         yield
     finally:
         timer.cancel()
+
+
+@contextlib.contextmanager
+def _output_to_error() -> Iterator[None]:
+    """Sends what is printed inside to the standard error. gloo says on the standard output of every
+    process how many others it is connected to."""
+    sys.stdout.flush()
+    output = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        os.dup2(output, 1)
+        os.close(output)
 
 
 def count() -> int:
@@ -166,6 +181,22 @@ def mean(value: Tensor) -> Tensor:
     with meeting():
         dist.all_reduce(total)
     return total / count()
+
+
+def send_from_owners(tensors: Sequence[Tensor], owners: Sequence[int]) -> None:
+    """Gives each process what the owner of each tensor has in it.
+
+    Args:
+        tensors: contiguous; the same shapes and types on all processes. Those of others than the
+            owner are overwritten.
+        owners: the number of a process for each tensor.
+    """
+    with meeting():
+        works = []
+        for tensor, owner in zip(tensors, owners, strict=True):
+            works.append(dist.broadcast(tensor.detach(), src=owner, async_op=True))
+        for work in works:
+            work.wait()
 
 
 class SharedMean(torch.autograd.Function):

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shlex
 import subprocess
 import sys
@@ -60,6 +61,17 @@ def read_options(arguments: list[str]) -> argparse.Namespace:
     return options
 
 
+def check_one_process() -> None:
+    """Raises InputError inside torchrun: each of its processes would start all runs, and each run
+    would wait for others of the same number."""
+    count = os.environ.get("WORLD_SIZE", "")
+    if count not in ("", "1"):
+        raise InputError(
+            f"WORLD_SIZE is {count}, as torchrun sets it, but a grid starts its runs by itself, "
+            "each in one process: start it without torchrun, or unset WORLD_SIZE"
+        )
+
+
 def places_of(options: argparse.Namespace, grid: Grid) -> list[Here | Tpu]:
     """Returns where the runs run; InputError where TPUs could not share them."""
     names = options.tpu.split()
@@ -86,6 +98,7 @@ def places_of(options: argparse.Namespace, grid: Grid) -> list[Here | Tpu]:
 
 def run(options: argparse.Namespace) -> int:
     """Runs the grid of a command line; returns the exit code."""
+    check_one_process()
     grid = plan(options.words)
     places = places_of(options, grid)
     if options.check:

@@ -9,6 +9,7 @@ from typing import Any
 from errors import InputError
 from train.common.mesh import WHOLE, Layout, Mesh
 from train.common.sharding.placement import LayerSharding
+from train.common.sharding.shares import StateShares
 
 AXES = ("copies", "data", "model")
 
@@ -52,11 +53,13 @@ def arranged(mesh: Mesh, layout: Layout) -> Mesh:
     if layout == WHOLE:
         return mesh
     if not mesh.compiles:
-        _check_one_device(mesh, layout)
+        _check_processes(mesh, layout)
 
     axes = parse(layout.mesh or _default(mesh, layout), mesh.num_devices)
     _check_shards(mesh, layout, axes)
     _check_slices(mesh, layout, axes)
+    if mesh.parts > 1 and layout.shard_state == "optimizer":
+        return replace(mesh, layers=StateShares(layout, axes, mesh.spmd))
     layers = LayerSharding(layout, axes, mesh.spmd)
     if not layers.spreads:
         return replace(mesh, layers=layers)
@@ -73,15 +76,19 @@ def arranged(mesh: Mesh, layout: Layout) -> Mesh:
     return replace(mesh, layers=layers)
 
 
-def _check_one_device(mesh: Mesh, layout: Layout) -> None:
-    """Raises InputError where a layout cuts a model or its state in plain PyTorch."""
-    shard_state = "" if layout.shard_state == "none" else layout.shard_state
-    for flag, given in (("--mesh", layout.mesh), ("--shard-state", shard_state)):
-        if given:
-            raise InputError(
-                f"{flag} is {given}, but with --device {mesh.device.type} each process has the "
-                "whole model and its state on one device: leave it out, or use --device xla"
-            )
+def _check_processes(mesh: Mesh, layout: Layout) -> None:
+    """Raises InputError where a layout cuts a model in plain PyTorch."""
+    each_is_whole = f"but with --device {mesh.device.type} each process has the whole model"
+    if layout.mesh:
+        raise InputError(
+            f"--mesh is {layout.mesh}, {each_is_whole}: leave it out, or use --device xla"
+        )
+    if layout.shard_state == "full":
+        raise InputError(
+            f"--shard-state is full, {each_is_whole}: FSDP gathers weights when a model is called, "
+            "and steps here also call its parts; give --shard-state optimizer, by which several "
+            "processes share out the optimizer's state, or use --device xla"
+        )
 
 
 def _check_shards(mesh: Mesh, layout: Layout, axes: dict[str, int]) -> None:
