@@ -1,5 +1,7 @@
 """The last layer of an encoder for the tokens that are used: transformers' numbers, for less."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import transformers
@@ -8,6 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from models import classification, last_layer, layers, masked_words, objectives
+from train import glue
 
 TOKENS = 32
 ROWS = 4
@@ -163,3 +166,14 @@ def test_a_head_of_all_tokens_gets_all():
 
     assert last_layer.is_enabled(model)
     assert last_layer.of_classifier(model) == {}
+
+
+@pytest.mark.parametrize(("kind", "first_tokens"), [("TPU v5 lite", 8), ("CPU", 1)])
+def test_on_tpus_the_first_tokens_fill_a_register(kind, first_tokens, mesh, monkeypatch):
+    """Of libtpu 0.0.21's making, a step of the first token alone takes a third longer."""
+    monkeypatch.setattr(glue.device, "to_device", lambda model, *_: model)
+    model = new("bert", transformers.AutoModelForSequenceClassification)
+
+    glue.on_device(model, replace(mesh, kind=kind))
+
+    assert layers.FORMS.first_tokens == first_tokens
