@@ -110,6 +110,9 @@ def test_a_classifiers_last_layer_has_the_first_tokens(kind, first_tokens, count
     classification.compute_logits(model, rows())
 
     assert shapes == [(ROWS, count, WIDTH)]
+    batch = {name: rows()[name] for name in ("input_ids", "attention_mask")}
+    outputs = model.base_model(**batch, used_tokens=last_layer.FIRST)
+    assert outputs.last_hidden_state.shape == (ROWS, 1, WIDTH)
 
 
 @pytest.mark.parametrize("next_sentence", [False, True])
