@@ -16,10 +16,14 @@ import forks
 import pytest
 import safetensors.torch
 from helpers import environment, equal, exported, fewer_sentences, losses, records
+from timm.optim import Lamb
+from torch import nn
 
 from errors import InputError
 from train import glue
 from train.common import checkpoint, device, processes
+from train.common.mesh import Layout
+from train.common.sharding.shares import StateShares
 
 ROOT = Path(__file__).parent.parent
 # Runs tests/process_runs.py as if these were not installed.
@@ -277,6 +281,14 @@ def test_processes_meet_where_the_output_is_closed(closed, monkeypatch, capfd):
 
     assert forks.run(1, print_as_gloo) == [0]
     assert ("[Gloo]" in capfd.readouterr().err) is (2 not in closed)
+
+
+def test_an_optimizer_that_clips_is_refused_with_shares():
+    """Each process would clip by the norm of its own parameters' gradients."""
+    shares = StateShares(Layout(shard_state="optimizer"), {}, None)
+    optimizer = Lamb(nn.Linear(2, 2).parameters(), max_grad_norm=1.0)
+    with pytest.raises(RuntimeError, match="Lamb clips gradients .* max_grad_norm=None"):
+        shares.keep_placements(optimizer, None)
 
 
 def test_fewer_gpus_than_processes_are_refused(monkeypatch):
