@@ -12,13 +12,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import forks
 import pytest
 import safetensors.torch
 from helpers import environment, equal, exported, fewer_sentences, losses, records
+from timm.optim import Lamb
+from torch import nn
 
 from errors import InputError
 from train import glue
 from train.common import checkpoint, device, processes
+from train.common.mesh import Layout
+from train.common.sharding.shares import StateShares
 
 ROOT = Path(__file__).parent.parent
 # Runs tests/process_runs.py as if these were not installed.
@@ -259,6 +264,31 @@ def test_a_process_that_waits_for_others_says_so(monkeypatch, capfd):
     assert "process 1 of 2 waits at here:7: others have not come yet" in err
     assert "[Gloo]" in err
     assert out == "trained\n"
+
+
+@pytest.mark.parametrize("closed", [[1], [0, 1], [1, 2]])
+def test_processes_meet_where_the_output_is_closed(closed, monkeypatch, capfd):
+    """As by `>&-`, where Python has no sys.stdout, and the next file that is opened is number 1."""
+
+    def print_as_gloo(_index):
+        for descriptor in closed:
+            os.close(descriptor)
+        with monkeypatch.context() as patch:
+            patch.setattr(sys, "stdout", None)
+            with processes._output_to_error():
+                os.write(1, b"[Gloo] Rank 0 is connected")
+        assert min(os.pipe()) > 2
+
+    assert forks.run(1, print_as_gloo) == [0]
+    assert ("[Gloo]" in capfd.readouterr().err) is (2 not in closed)
+
+
+def test_an_optimizer_that_clips_is_refused_with_shares():
+    """Each process would clip by the norm of its own parameters' gradients."""
+    shares = StateShares(Layout(shard_state="optimizer"), {}, None)
+    optimizer = Lamb(nn.Linear(2, 2).parameters(), max_grad_norm=1.0)
+    with pytest.raises(RuntimeError, match="Lamb clips gradients .* max_grad_norm=None"):
+        shares.keep_placements(optimizer, None)
 
 
 def test_fewer_gpus_than_processes_are_refused(monkeypatch):

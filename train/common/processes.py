@@ -125,15 +125,27 @@ def _saying_what_it_waits_for() -> Iterator[None]:
 def _output_to_error() -> Iterator[None]:
     """Sends what is printed inside to the standard error. gloo says on the standard output of every
     process how many others it is connected to."""
-    sys.stdout.flush()
+    _open_standard_streams()
+    if sys.stdout is not None:  # as Python has it where that one was closed
+        sys.stdout.flush()
     output = os.dup(1)
     os.dup2(2, 1)
     try:
         yield
     finally:
-        sys.stdout.flush()
+        if sys.stdout is not None:
+            sys.stdout.flush()
         os.dup2(output, 1)
         os.close(output)
+
+
+def _open_standard_streams() -> None:
+    """Opens what is closed of the input, the output and the error, as by the shell's `>&-`, to
+    nowhere. gloo would write into what is opened next: the connection to the other processes."""
+    descriptor = os.open(os.devnull, os.O_RDWR)  # the lowest number that is free
+    while descriptor <= 2:
+        descriptor = os.open(os.devnull, os.O_RDWR)
+    os.close(descriptor)
 
 
 def count() -> int:

@@ -37,7 +37,16 @@ class StateShares(LayerSharding):
 
         Until here each process has the whole state. That is no more than gradients and their
         buckets take in a backward pass.
+
+        Raises:
+            RuntimeError: the optimizer clips gradients, of which a process shows it its own.
         """
+        if optimizer.defaults.get("max_grad_norm"):  # timm's Lamb, by default
+            kind = type(optimizer).__name__
+            raise RuntimeError(
+                f"{kind} clips gradients by the norm of all, and with --shard-state optimizer it "
+                "sees a share of them: give it max_grad_norm=None, and clip before its step"
+            )
         parameters = []
         for group in optimizer.param_groups:
             parameters += group["params"]
