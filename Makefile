@@ -333,7 +333,7 @@ copy: check-model
 	@$(PYTHON) copy_model.py "$$MODEL" $(if $(TASK),--task "$$TASK") $(if $(DEVICE),--device "$$DEVICE") $(if $(WITH),--with "$$WITH") --to="$$TO"
 
 # What is here and what is missing, before anything is installed.
-doctor: check-no-device check-task-name
+doctor: check-no-device $(if $(MODEL),check-task,check-task-name)
 	@$(RECORDED)python3 -m tpu.doctor --python "$(PYTHON)" $(if $(DATA),--data "$$DATA") $(if $(SCRIPT_$(MODEL)),--script $(SCRIPT_$(MODEL))) \
 		$(if $(GLUE_TASK),--task "$$TASK") $(if $(TPU),--tpu "$$TPU") $(if $(ZONE),--zone "$$ZONE") \
 		$(if $(PROJECT),--project "$$PROJECT") $(ARGS)

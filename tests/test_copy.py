@@ -629,6 +629,16 @@ def test_make_refuses_a_device_where_it_chooses_nothing(target):
     assert refusal.stderr.startswith(f"error: DEVICE=cpu is not for make {target}; leave it out")
 
 
+def test_make_doctor_knows_models_and_their_tasks():
+    unknown = make("doctor", "MODEL=vgg")
+    assert unknown.returncode == 2
+    assert unknown.stderr.startswith("error: MODEL=vgg is not known; MODEL is one of: resnet50")
+
+    not_its = make("doctor", "MODEL=dlrm", "TASK=mrpc")
+    assert not_its.returncode == 2
+    assert not_its.stderr.startswith("error: TASK=mrpc is for the encoders, and MODEL=dlrm has one")
+
+
 def test_make_refuses_dlrm_before_it_installs_torchtpu(tmp_path):
     # Without the refusal there would be an installation, which this PYTHON fails at once.
     refusal = make("train", "MODEL=dlrm", "DEVICE=tpu", "PYTHON=false", f"VENV={tmp_path}/venv")
