@@ -127,7 +127,8 @@ def compare(options: Options) -> None:
     device.init_optimizer_state(our_optimizer, mesh)
     of_all = device.over_hosts(mesh, state_bytes(our_optimizer))
     if mesh.main_process:
-        low, high = of_all.low / 2**20, of_all.high / 2**20
+        low = of_all.low / 2**20
+        high = of_all.high / 2**20
         weights = sum(parameter.nbytes for parameter in ours.parameters()) / 2**20
         print(
             f"MiB of a process: parameters {weights:.2f}, as much of gradients, "

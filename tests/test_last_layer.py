@@ -173,7 +173,7 @@ def test_a_head_of_all_tokens_gets_all():
 
 @pytest.mark.parametrize(("kind", "first_tokens"), [("TPU v5 lite", 8), ("CPU", 1)])
 def test_on_tpus_the_first_tokens_fill_a_register(kind, first_tokens, mesh, monkeypatch):
-    """Of libtpu 0.0.21's making, a step of the first token alone takes a third longer."""
+    """With the first token alone a step compiled by libtpu 0.0.21 takes a third longer."""
     monkeypatch.setattr(glue.device, "to_device", lambda model, *_: model)
     model = new("bert", transformers.AutoModelForSequenceClassification)
 
