@@ -6,7 +6,8 @@
     python -m research.tpu_cycles --print          only the tables, of what is there
     python -m research.tpu_cycles --generation v6e the networks on one chip of v6e, v5p or v4
     python -m research.tpu_cycles --on-tpu-vms     our steps by the libtpu that TPU VMs run
-    python -m research.tpu_cycles --stale          which rows are older than the code
+    python -m research.tpu_cycles --stale          which rows are older than the code (also of
+                                                   --on-tpu-vms)
 
 `make guards` installs libtpu. Each row is two compiles with effort full, of the same Config and
 batch: ours (tpu/compiler/compile.py) and the usual step (bench/stock.py), by the newest libtpu, for
@@ -270,11 +271,30 @@ def whole_file(kept: dict, generation: str | None, figures: dict) -> dict:
     return results.in_order(kept | {generation: figures}, CHIPS)
 
 
-def on_tpu_vms(name: str, missing: bool) -> None:
-    """Writes stock_tpu_vm.json, and the page that shows it."""
+def print_ages(jobs: Iterable[tuple[Row, str]], records: dict) -> None:
+    """Prints of each row that has a record whether it is older than the code.
+
+    Args:
+        records: of our steps, {row: record}.
+    """
+    for row, topology in jobs:
+        if row.name in records:
+            said = age(row, topology, records[row.name])
+            print(f"{row.name}: {said}", flush=True)
+
+
+def on_tpu_vms(name: str, missing: bool, stale: bool) -> None:
+    """Writes stock_tpu_vm.json, and the page that shows it.
+
+    Args:
+        name, missing, stale: the flags.
+    """
     path = results.FOLDER / "stock_tpu_vm.json"
     figures = results.load(path)
     jobs = named(STEPS + TABLES, name)
+    if stale:
+        print_ages(jobs, figures)
+        return
     if missing:
         jobs = [(row, topology) for row, topology in jobs if row.name not in figures]
 
@@ -312,7 +332,7 @@ def main() -> None:
     parser.add_argument("--print", action="store_true", help="compile nothing")
     options = parser.parse_args()
     if options.on_tpu_vms:
-        on_tpu_vms(options.name, options.missing)
+        on_tpu_vms(options.name, options.missing, options.stale)
         return
 
     if options.generation:
@@ -334,10 +354,7 @@ def main() -> None:
     if options.missing:
         jobs = [(row, topology) for row, topology in jobs if row.name not in figures]
     if options.stale:
-        for row, topology in jobs:
-            if row.name in figures:
-                said = age(row, topology, figures[row.name]["ours"])
-                print(f"{row.name}: {said}", flush=True)
+        print_ages(jobs, {row: pair["ours"] for row, pair in figures.items()})
         return
 
     if options.print:

@@ -521,6 +521,32 @@ def test_an_error_of_the_version_besides_is_not_the_reports(error, said, two_ver
     assert not is_out_of_memory, "else a smaller batch is looked for"
 
 
+@pytest.mark.parametrize(
+    "effort, figures",
+    [("fast", {"needed": 7}), ("full", {"needed": 7, "cycles": 30})],
+)
+def test_the_version_besides_estimates_cycles_at_full_effort(
+    effort, figures, two_versions, monkeypatch
+):
+    def compiles(_module, _topology, _effort, library):
+        needed = 7 if library == "other" else 1
+        return MagicMock(optimized=library, memory=MagicMock(needed=needed))
+
+    monkeypatch.setattr(compiling.apart, "compile", compiles)
+    monkeypatch.setattr(compiling.hlo, "parse", lambda optimized: optimized)
+    cycles = {"own": 20, "other": 30}
+    monkeypatch.setattr(
+        compiling.analysis, "entry_cycles", lambda module: MagicMock(total=cycles[module])
+    )
+    topology = MagicMock(generation="v5e", num_devices=1, slices=1, hbm_bytes=2)
+    topology.name = "v5e:1x1"
+    job = compiling.Job(model="dlrm", preset="kaggle", task="", flags=(), batch=8)
+
+    found, _ = compiling.compile_step(job, topology, None, effort, dlrm, besides="0.0.51")
+
+    assert found["besides"] == {"libtpu": "0.0.51", **figures}
+
+
 # Files
 
 

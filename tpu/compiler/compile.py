@@ -41,7 +41,7 @@ import tyro
 
 from errors import InputError
 from models import encoders
-from tpu.compiler import apart, bundles, hlo, libtpu, report, staging, steps
+from tpu.compiler import analysis, apart, bundles, hlo, libtpu, report, staging, steps
 from tpu.compiler.libtpu import GIB
 from train import dlrm, glue, pretrain, resnet50, squad, tagging, transformer
 from train.common import cli, device, files, interrupt, sharding
@@ -188,7 +188,7 @@ def compile_step(
     Args:
         code: the folder into which libtpu writes the code of operations; "": it does not.
         besides: a version of libtpu that compiles the same program, too; the report then has what
-            it needs.
+            it makes of it.
     Raises:
         libtpu.OutOfMemory: it does not fit into a device's memory.
         apart.CompilerDied: the compiler died of it.
@@ -221,8 +221,11 @@ def compile_step(
             raise libtpu.OutOfMemory(topology.name, needed, topology.hbm_bytes, [], "")
 
     if besides:
-        needed = _needed_by(besides, job, staged.module, topology.name, effort)
-        identity["besides"] = {"libtpu": besides, "needed": needed}
+        program = _compiled_by(besides, job, staged.module, topology.name, effort)
+        identity["besides"] = {"libtpu": besides, "needed": program.memory.needed}
+        if effort == "full":
+            cycles = analysis.entry_cycles(hlo.parse(program.optimized))
+            identity["besides"]["cycles"] = cycles.total
     return identity | figures, program.optimized
 
 
@@ -270,20 +273,25 @@ def _gradient_bytes(step: steps.Step, precision: str) -> int:
     return sum(parameter.numel() for parameter in trained) * element_bytes
 
 
-def _needed_by(version: str, job: Job, module: bytes, topology: str, effort: str) -> int:
-    """Returns the bytes per device that the step of --besides' version of libtpu needs.
+def _compiled_by(
+    version: str,
+    job: Job,
+    module: bytes,
+    topology: str,
+    effort: str,
+) -> apart.Compiled:
+    """Returns what the version of libtpu that --besides names makes of a step.
 
     Raises:
         InputError: this version refuses it, or it does not fit. It is not an OutOfMemory, for
             which a smaller batch would be searched.
     """
     try:
-        program = apart.compile(module, topology, effort, libtpu.installed(version))
+        return apart.compile(module, topology, effort, libtpu.installed(version))
     except libtpu.OutOfMemory as error:
         raise InputError(f"by libtpu {version}, asked for by --besides, {error}") from error
     except libtpu.CompilerError as error:
         raise InputError(what_was_refused(error, version, job, topology)) from error
-    return program.memory.needed
 
 
 # ---- the largest batch ---------------------------------------------------------------------------
