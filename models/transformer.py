@@ -25,6 +25,7 @@ from models.layers import (
     MultiHeadAttention,
     compute_dtype,
     dropout,
+    finish_gradient,
     rows_together,
 )
 from models.partition import IN, OUT, VECTOR, Rules
@@ -367,6 +368,7 @@ class Transformer(nn.Module):
         # A position counts the sentence's tokens up to this one.
         x = self.decoder.embed(previous, count * real + PAD)
         for layer in self.decoder.layers:
+            memory = finish_gradient(memory)
             x = layer(x, mask, memory, memory_mask)
         return self.decoder.normalized(x)
 

@@ -15,6 +15,7 @@ from model_helpers import GOLDEN, arrays, golden_transformer
 from torch import Tensor
 
 from data import wmt
+from models import layers
 from models.transformer import (
     ARCHITECTURES,
     EOS,
@@ -300,6 +301,45 @@ def test_short_rows_of_a_device_are_packed(rows, tokens, packed, mesh):
     assert (f"f32[{rows // 4},4,120,120]" in program) == packed
     real = given.real
     torch.testing.assert_close(found.cpu()[real], given.expected[real], rtol=0, atol=1e-5)
+
+
+# The gradient of the encoder's output
+
+
+def test_the_memorys_gradient_is_finished_at_each_layer(mesh):
+    """Once for each layer of the decoder, and to the same bits."""
+    torch.manual_seed(0)
+    model = Transformer(replace(SMALL, encoder_layers=1), 30, 30)
+    model = device.to_device(model, mesh)
+    batch = torch.randint(4, 30, (4, 6), generator=torch.Generator().manual_seed(0))
+    source = device.upload(batch, mesh)
+    target = device.upload(batch.flip(1), mesh)
+
+    def gradients() -> tuple[list[Tensor], int]:
+        loss = label_smoothed_loss(model(source, target), target, 0.1)["loss"]
+        found = torch.autograd.grad(loss, list(model.parameters()))
+        program = torch_xla._XLAC._get_xla_tensors_hlo([*found])
+        return device.read(found), program.count(" opt-barrier(")
+
+    try:
+        layers.use_forms(clamp_weights=True, barrier=device.barrier())
+        finished, barriers = gradients()
+        layers.use_forms(clamp_weights=True)
+        usual, none = gradients()
+    finally:
+        layers.use_forms(clamp_weights=True)
+
+    assert (barriers, none) == (SMALL.decoder_layers, 0)
+    for one, other in zip(finished, usual, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_training_finishes_the_memorys_gradient(mesh):
+    config = transformer.validate(transformer.TINY)
+    layers.use_forms(clamp_weights=True)
+    transformer.build(config, transformer.open_data(config), mesh)
+    assert layers.FORMS.barrier is not None
+    layers.use_forms(clamp_weights=True)
 
 
 # The loss

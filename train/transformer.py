@@ -253,9 +253,9 @@ def build(config: Config, data: Data, mesh: Mesh) -> State:
 
 def make_model(config: Config, data: Data, mesh: Mesh) -> Transformer:
     """Makes the model on the device, with --weights if they are given; raises what `build` does."""
-    # Chooses, for the whole process, how the layers compute attention. Clamped weights compile to
+    # Chooses, for the whole process, how the layers compute. Attention's clamped weights compile to
     # faster programs, but some versions of the TPU's compiler crash on them (docs/tpu.md).
-    layers.use_forms(clamp_weights=not mesh.safe_forms)
+    layers.use_forms(clamp_weights=not mesh.safe_forms, barrier=device.barrier())
     source = data.train.source_dictionary
     target = data.train.target_dictionary
     if config.share_embeddings == "all" and source is not target:

@@ -254,6 +254,15 @@ def bitcast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return _backend.bitcast(tensor, dtype)
 
 
+def barrier() -> Callable[[list[Tensor]], None] | None:
+    """Returns what marks tensors, in place, as to be computed before anything that reads them.
+
+    XLA otherwise joins operations of both sides, or computes one of them again. None on plain
+    PyTorch, which computes in the order of the program.
+    """
+    return _backend.barrier()
+
+
 # ---- optimizers ----------------------------------------------------------------------------------
 def init_optimizer_state(optimizer: torch.optim.Optimizer, mesh: Mesh) -> None:
     """Creates the state that `optimizer.step()` would create in step 1, as zeros on the device.

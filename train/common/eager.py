@@ -151,6 +151,10 @@ def bitcast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return tensor.view(dtype)
 
 
+def barrier() -> None:
+    return None
+
+
 def prepare_group(
     optimizer: torch.optim.Optimizer, group: dict[str, Any], mesh: Mesh
 ) -> list[Tensor]:

@@ -345,6 +345,11 @@ def bitcast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return result
 
 
+def barrier() -> Callable[[list[Tensor]], None]:
+    """Returns XLA's optimization barrier, which works in place."""
+    return torch_xla._XLAC._xla_optimization_barrier_
+
+
 @functools.cache
 def _bitcast(shape: tuple[int, ...], source: torch.dtype, target: torch.dtype) -> Any:
     """Returns the computation of `bitcast` for a shape."""
