@@ -16,7 +16,8 @@ import torch.nn.functional as F
 from criteo_text import random_rows, write
 from helpers import Stop, exported, page_code, records, start, stop_at, terminate
 from sklearn.metrics import roc_auc_score
-from trials import SMOOTH_UNITS, TRIALS, smooth_units
+from smooth import SMOOTH_UNITS, smooth_units
+from trials import TRIALS
 
 from bench import dlrm_torchrec
 from data import criteo
