@@ -266,6 +266,7 @@ def delete(folder: Path, cell: str) -> None:
             path.unlink()
 
 
+@pytest.mark.slow  # test_a_plain_copy_says_how_to_get_what_it_leaves_out starts such a copy, too
 def test_what_the_readme_lets_one_delete_costs_what_it_says(tmp_path):
     copied("resnet50", tmp_path, extras=("hub_images",))
     prices = rows((tmp_path / "README.md").read_text(), "What can be deleted")
@@ -325,10 +326,8 @@ def test_a_copy_trains_in_an_empty_folder(what, tmp_path):
     assert any((folder / "runs/trial/export").iterdir())
 
 
-@pytest.mark.parametrize(
-    ("device", "other"), [("cpu", "xla"), pytest.param("xla", "cpu", marks=pytest.mark.slow)]
-)
-def test_a_copy_for_one_device_leaves_out_the_other_and_trains(device, other, tmp_path):
+@pytest.mark.parametrize("device", ["cpu", "xla"])
+def test_a_copy_for_one_device_leaves_out_the_other(device, tmp_path):
     copied("dlrm", tmp_path, device=device, extras=("watch",))
 
     requirements = (tmp_path / "requirements.txt").read_text()
@@ -336,6 +335,12 @@ def test_a_copy_for_one_device_leaves_out_the_other_and_trains(device, other, tm
     assert ("torch_xla==" in requirements) == (device == "xla")
     assert ("tiny --device cpu" in readme) == (device == "cpu")  # its commands
     assert ("apt-get install -y libpython3.11" in readme) == (device == "xla")
+
+
+@pytest.mark.slow  # that for plain PyTorch trains in test_a_copy_passes_its_own_tests
+@pytest.mark.parametrize(("device", "other"), [("cpu", "xla"), ("xla", "cpu")])
+def test_a_copy_for_one_device_trains_and_refuses_the_other(device, other, tmp_path):
+    copied("dlrm", tmp_path, device=device, extras=("watch",))
 
     lines = [f"{TRIALS['dlrm']} --device {kind}" for kind in (other, device)]
     result = train(tmp_path, "dlrm", *lines, CPU_NUM_DEVICES="1")
