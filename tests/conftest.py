@@ -6,10 +6,12 @@ The variables must be set before torch_xla is imported. Runs on other numbers of
 processes of their own.
 """
 
+import gc
 import importlib.util
 import os
 import re
 import signal
+import sys
 import uuid
 from dataclasses import replace
 from pathlib import Path
@@ -47,6 +49,27 @@ OF_ALL_SCRIPTS = (
     "test_older_runs.py",
     "test_evaluation.py",
 )
+
+
+def import_timm() -> None:
+    """Imports timm as if wandb were not installed, which it would import, and which takes longer
+    than torch. Tests of wandb import it themselves."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "wandb", None)
+        importlib.import_module("timm")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    """Imports and collects without the garbage collector, and keeps it from what has been imported:
+    it would read these millions of objects again and again, and find nothing."""
+    gc.disable()
+    try:
+        import_timm()
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def shares_runs_with(nodeid: str) -> str:

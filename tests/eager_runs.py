@@ -34,6 +34,7 @@ def main(name: str, folder: str, runs: list[str]) -> None:
     # As if they were not installed.
     sys.modules["torch_xla"] = None
     sys.modules["libtpu"] = None
+    sys.modules["wandb"] = None  # which timm would import, and takes longer than torch
     from helpers import crash, stop_at, terminate
     from trials import TRIALS
 

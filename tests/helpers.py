@@ -212,6 +212,12 @@ def environment(devices: int = 4, **variables: str) -> dict[str, str]:
     return {**os.environ, "CPU_NUM_DEVICES": str(devices), **variables}
 
 
+def environment_of_plain_pytorch(**variables: str) -> dict[str, str]:
+    """Returns the environment of a process with --device cpu. With transformers it would import
+    torch_xla where that is installed, for nothing and for two seconds."""
+    return environment(1, USE_TORCH_XLA="0", **variables)
+
+
 def start(
     script: ModuleType, config: Any, devices: int = 4, stop: Stop | None = None, before: str = ""
 ) -> tuple[int, str]:

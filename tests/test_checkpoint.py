@@ -764,14 +764,15 @@ cli.run(main, {"tiny": ("a trial", Config())})
     [
         ("returns --writes", None, 0),
         ("waits --writes", signal.SIGTERM, -signal.SIGTERM),
-        ("is in a call --writes", signal.SIGINT, 130),
-        ("returns", None, 0),
-        ("refused", None, 2),
         ("crashes", None, 1),
         ("waits", signal.SIGINT, 130),
-        ("waits", signal.SIGTERM, -signal.SIGTERM),
-        ("is in a call", signal.SIGINT, 130),
         ("is in a call", signal.SIGTERM, -signal.SIGTERM),
+        # Of the same kinds; each imports torch.
+        pytest.param("is in a call --writes", signal.SIGINT, 130, marks=pytest.mark.slow),
+        pytest.param("returns", None, 0, marks=pytest.mark.slow),
+        pytest.param("refused", None, 2, marks=pytest.mark.slow),
+        pytest.param("waits", signal.SIGTERM, -signal.SIGTERM, marks=pytest.mark.slow),
+        pytest.param("is in a call", signal.SIGINT, 130, marks=pytest.mark.slow),
     ],
 )
 def test_a_temporary_folder_is_removed_at_the_end(end, number, code, tmp_path):

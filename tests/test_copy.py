@@ -1,12 +1,15 @@
 """copy_model.py: a copy of a script has exactly the files that it needs, and trains where it is."""
 
 import ast
+import functools
 import json
 import os
 import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -100,6 +103,30 @@ def copied(what: str, to: Path, **options) -> set[str]:
     return set(map(str, copy_model.copy(model, task, to, **options)))
 
 
+@dataclass(frozen=True)
+class Copy:
+    """A copy that several tests read and none changes."""
+
+    folder: Path
+    files: set[str]
+
+    @property
+    def readme(self) -> str:
+        return (self.folder / "README.md").read_text()
+
+
+@pytest.fixture(scope="module")
+def usual(tmp_path_factory) -> Callable[[str], Copy]:
+    """usual("bert squad"): this copy without further options, made once."""
+
+    @functools.cache
+    def get(what: str) -> Copy:
+        folder = tmp_path_factory.mktemp("copies") / "mine"
+        return Copy(folder, copied(what, folder))
+
+    return get
+
+
 def train(folder: Path, script: str, *lines: str, **variables: str) -> subprocess.CompletedProcess:
     """Runs command lines of a copy, with the small preset."""
     environment = dict(os.environ)
@@ -116,13 +143,11 @@ def train(folder: Path, script: str, *lines: str, **variables: str) -> subproces
 
 # ---- what is in a copy ---------------------------------------------------------------------------
 @pytest.mark.parametrize("what", COPIES)
-def test_a_copy_has_its_own_files_and_no_other_models(what, tmp_path):
-    folder = tmp_path / "mine"
-
-    files = copied(what, folder)
+def test_a_copy_has_its_own_files_and_no_other_models(what, usual):
+    files = usual(what).files
 
     packages = set()
-    for path in folder.glob("requirements*.txt"):
+    for path in usual(what).folder.glob("requirements*.txt"):
         packages |= {line.partition("==")[0] for line in path.read_text().splitlines()}
     for name, copies in OF_MODELS.items():
         assert (name in files | packages) == (what in copies), name
@@ -132,12 +157,10 @@ def test_a_copy_has_its_own_files_and_no_other_models(what, tmp_path):
 
 
 @pytest.mark.parametrize("what", COPIES)
-def test_the_readme_of_a_copy_names_its_files(what, tmp_path):
-    files = copied(what, tmp_path / "mine")
-
-    readme = (tmp_path / "mine/README.md").read_text()
-    modules = [file for file in files if "__init__" not in file]
-    assert [file for file in modules if file not in readme] == []
+def test_the_readme_of_a_copy_names_its_files(what, usual):
+    copy = usual(what)
+    modules = [file for file in copy.files if "__init__" not in file]
+    assert [file for file in modules if file not in copy.readme] == []
 
 
 @pytest.fixture
@@ -176,12 +199,12 @@ def test_a_copy_of_a_project_without_license_says_so(project, tmp_path):
 
 # ---- the README of a copy ------------------------------------------------------------------------
 @pytest.mark.parametrize("what", COPIES)
-def test_the_readme_says_of_each_file_what_it_is(what, tmp_path):
-    files = copied(what, tmp_path)
+def test_the_readme_says_of_each_file_what_it_is(what, usual):
+    copy = usual(what)
 
-    readme = (tmp_path / "README.md").read_text()
-    for file in files:
-        text = (tmp_path / file).read_text()
+    readme = copy.readme
+    for file in copy.files:
+        text = (copy.folder / file).read_text()
         if text:
             first_words = ast.get_docstring(ast.parse(text)).split()[:3]
             row = f"| [{file}]({file}) | {' '.join(first_words)}"
@@ -189,18 +212,18 @@ def test_the_readme_says_of_each_file_what_it_is(what, tmp_path):
 
 
 @pytest.mark.parametrize("what", COPIES)
-def test_the_readme_has_the_lines_to_change_first(what, tmp_path):
-    copied(what, tmp_path)
+def test_the_readme_has_the_lines_to_change_first(what, usual):
+    folder = usual(what).folder
 
-    readme = (tmp_path / "README.md").read_text()
+    readme = usual(what).readme
     named = re.findall(r"\[(\S+):(\d+)\]\(\1#L\2\) `(\w+)`", readme)
     assert len(named) == 7
     for file, number, name in named:
-        line = (tmp_path / file).read_text().splitlines()[int(number) - 1]
+        line = (folder / file).read_text().splitlines()[int(number) - 1]
         assert re.match(rf"(def|class) {name}\b", line), (file, number, name)
     script = script_of(what)
     assert f"tests/test_{script}.py) `TRIAL`" in readme
-    assert "\nTRIAL = " in (tmp_path / f"tests/test_{script}.py").read_text()
+    assert "\nTRIAL = " in (folder / f"tests/test_{script}.py").read_text()
 
 
 def test_the_readme_names_the_page_and_what_was_left_out(tmp_path):
@@ -215,10 +238,8 @@ def test_the_readme_names_the_page_and_what_was_left_out(tmp_path):
     assert "`DEVICE=xla`" in left_out
 
 
-def test_the_readme_leaves_out_what_is_of_no_use(tmp_path):
-    copied("transformer", tmp_path)
-
-    readme = (tmp_path / "README.md").read_text()
+def test_the_readme_leaves_out_what_is_of_no_use(usual):
+    readme = usual("transformer").readme
     assert "WITH=sharding" in readme
     assert "WITH=predict" not in readme
     assert "WITH=shards" not in readme
@@ -245,6 +266,7 @@ def delete(folder: Path, cell: str) -> None:
             path.unlink()
 
 
+@pytest.mark.slow  # test_a_plain_copy_says_how_to_get_what_it_leaves_out starts such a copy, too
 def test_what_the_readme_lets_one_delete_costs_what_it_says(tmp_path):
     copied("resnet50", tmp_path, extras=("hub_images",))
     prices = rows((tmp_path / "README.md").read_text(), "What can be deleted")
@@ -304,10 +326,8 @@ def test_a_copy_trains_in_an_empty_folder(what, tmp_path):
     assert any((folder / "runs/trial/export").iterdir())
 
 
-@pytest.mark.parametrize(
-    ("device", "other"), [("cpu", "xla"), pytest.param("xla", "cpu", marks=pytest.mark.slow)]
-)
-def test_a_copy_for_one_device_leaves_out_the_other_and_trains(device, other, tmp_path):
+@pytest.mark.parametrize("device", ["cpu", "xla"])
+def test_a_copy_for_one_device_leaves_out_the_other(device, tmp_path):
     copied("dlrm", tmp_path, device=device, extras=("watch",))
 
     requirements = (tmp_path / "requirements.txt").read_text()
@@ -315,6 +335,12 @@ def test_a_copy_for_one_device_leaves_out_the_other_and_trains(device, other, tm
     assert ("torch_xla==" in requirements) == (device == "xla")
     assert ("tiny --device cpu" in readme) == (device == "cpu")  # its commands
     assert ("apt-get install -y libpython3.11" in readme) == (device == "xla")
+
+
+@pytest.mark.slow  # that for plain PyTorch trains in test_a_copy_passes_its_own_tests
+@pytest.mark.parametrize(("device", "other"), [("cpu", "xla"), ("xla", "cpu")])
+def test_a_copy_for_one_device_trains_and_refuses_the_other(device, other, tmp_path):
+    copied("dlrm", tmp_path, device=device, extras=("watch",))
 
     lines = [f"{TRIALS['dlrm']} --device {kind}" for kind in (other, device)]
     result = train(tmp_path, "dlrm", *lines, CPU_NUM_DEVICES="1")
@@ -376,15 +402,19 @@ def test_the_test_of_a_copy_can_fail(line, broken, test, tmp_path):
     ("what", "device"),
     [*((what, "") for what in COPIES), ("dlrm", "cpu"), ("dlrm", "cuda"), ("resnet50", "tpu")],
 )
-def test_the_test_of_a_copy_is_well_formed(what, device, tmp_path):
-    copied(what, tmp_path, device=device)
+def test_the_test_of_a_copy_is_well_formed(what, device, usual, tmp_path):
+    if device:
+        folder = tmp_path
+        copied(what, folder, device=device)
+    else:
+        folder = usual(what).folder
 
     settings = ["--config", str(copy_model.ROOT / "pyproject.toml")]
     for words in (["check"], ["format", "--check"]):
-        ruff = [sys.executable, "-m", "ruff", *words, *settings, str(tmp_path / "tests")]
+        ruff = [sys.executable, "-m", "ruff", *words, *settings, str(folder / "tests")]
         result = subprocess.run(ruff, capture_output=True, text=True)
         assert result.returncode == 0, result.stdout
-    requirements = (tmp_path / "requirements.txt").read_text()
+    requirements = (folder / "requirements.txt").read_text()
     assert "\npytest==" in requirements
 
 
@@ -430,8 +460,8 @@ EVERY_KIND = {"pictures", "sentences", "submission", "answers", "entities", "cli
 
 
 @pytest.mark.parametrize("model", PREDICTS)
-def test_a_copy_predicts_what_its_model_is_for(model, tmp_path):
-    without = copied(model, tmp_path / "without")
+def test_a_copy_predicts_what_its_model_is_for(model, usual, tmp_path):
+    without = usual(model).files
     assert not [file for file in without if file.startswith("train/predict")]
 
     files = copied(model, tmp_path / "with", extras=("predict",))

@@ -16,7 +16,8 @@ import torch.nn.functional as F
 from criteo_text import random_rows, write
 from helpers import Stop, exported, page_code, records, start, stop_at, terminate
 from sklearn.metrics import roc_auc_score
-from trials import SMOOTH_UNITS, TRIALS, smooth_units
+from smooth import SMOOTH_UNITS, smooth_units
+from trials import TRIALS
 
 from bench import dlrm_torchrec
 from data import criteo
@@ -29,6 +30,7 @@ from train.common.embedding import memory
 LEARNS = TRIALS["dlrm"].learns
 
 
+@pytest.mark.slow  # test_dlrm_model.py compares it with torchrec's, test_scripts.py learns
 def test_the_cross_network_learns(tmp_path):
     config = replace(
         LEARNS,
@@ -117,7 +119,11 @@ def test_an_older_run_on_movielens_keeps_its_split(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("split", "batch_size", "room"), [("training", 256, 0.2), ("evaluation", 16, 0.3)]
+    ("split", "batch_size", "room"),
+    [
+        ("training", 256, 0.2),
+        pytest.param("evaluation", 16, 0.3, marks=pytest.mark.slow),
+    ],
 )
 def test_dropped_ids_stop_the_run_and_name_the_room(tmp_path, monkeypatch, split, batch_size, room):
     """Ids that training drops stop the run at the first line of metrics, before a checkpoint; those

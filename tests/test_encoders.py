@@ -560,7 +560,7 @@ def logits_by_row(model: PreTrainedModel, examples: glue.Examples) -> Tensor:
 
 
 @pytest.mark.xla
-@pytest.mark.parametrize("pooling", ["mean", "late"])
+@pytest.mark.parametrize("pooling", ["mean", pytest.param("late", marks=pytest.mark.slow)])
 def test_rows_without_an_example_change_neither_metrics_nor_loss(pooling, tmp_path, monkeypatch):
     """40 examples in batches of 16: the last has 8, in training and in evaluation.
 

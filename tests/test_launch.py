@@ -367,7 +367,7 @@ def test_stop_reaches_each_worker_and_no_start_follows(bed, here):
     assert err.count("nothing ran") == 2
 
 
-@pytest.mark.parametrize("how", ["on its way", "unpacking"])
+@pytest.mark.parametrize("how", [pytest.param("on its way", marks=pytest.mark.slow), "unpacking"])
 def test_a_start_is_refused_after_a_stop(bed, how):
     """The client is killed while worker 1 is being started, is slow, and a stop overtakes it: then
     nothing starts."""
@@ -457,6 +457,7 @@ def test_ssh_hosts_are_a_tpu(bed):
     scenarios.check_ssh_hosts_are_a_tpu(bed)
 
 
+@pytest.mark.slow  # so does a TPU of gcloud's, and test_ssh_hosts_are_a_tpu has these
 def test_ssh_hosts_resume(bed):
     scenarios.check_ssh_hosts_resume(bed)
 

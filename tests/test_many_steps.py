@@ -143,7 +143,10 @@ def test_where_calls_end_and_what_is_due_there(start, most, alone, expected):
 
 @pytest.mark.parametrize(
     ("plan", "model_devices", "optimizer"),
-    [("exchange", 2, "lazy_adam"), ("auto", 0, "adagrad")],
+    [
+        pytest.param("exchange", 2, "lazy_adam", marks=pytest.mark.slow),
+        ("auto", 0, "adagrad"),
+    ],
 )
 def test_tables_are_updated_as_by_single_steps(mesh, monkeypatch, plan, model_devices, optimizer):
     monkeypatch.setattr(dlrm, "SYNTHETIC_TRAIN", 12 * 64)

@@ -79,10 +79,11 @@ def trained(train, tmp_path_factory) -> Callable[..., Pod]:
     return get
 
 
-# What is evaluated per token reaches the hosts as GLUE's logits do.
+# What is evaluated per token reaches the hosts as GLUE's logits do, and an update of two batches as
+# those of pretraining.
 MARKED = []
 for script_name in SCRIPTS:
-    is_slow = script_name == "tagging"
+    is_slow = script_name in ("tagging", "transformer-packed")
     MARKED.append(pytest.param(script_name, marks=pytest.mark.slow if is_slow else ()))
 every_script = pytest.mark.parametrize("name", MARKED)
 
@@ -393,8 +394,15 @@ def test_a_host_behind_the_others_makes_no_mean_of_its_own(train, tmp_path):
 
 
 # ---- signals -------------------------------------------------------------------------------------
-@pytest.mark.parametrize("late", [2, None])
-@pytest.mark.parametrize(("name", "updates"), [("transformer", 10), ("transformer-packed", 5)])
+@pytest.mark.parametrize(
+    ("name", "updates", "late"),
+    [
+        ("transformer", 10, 2),
+        ("transformer-packed", 5, None),
+        pytest.param("transformer", 10, None, marks=pytest.mark.slow),
+        pytest.param("transformer-packed", 5, 2, marks=pytest.mark.slow),
+    ],
+)
 def test_hosts_agree_about_a_signal_as_rarely_as_the_script_says(
     train, name, updates, late, tmp_path
 ):

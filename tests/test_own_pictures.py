@@ -111,6 +111,7 @@ def test_a_recipe_without_gaps_stays_as_it_is():
         assert resnet50.explain_fit(config, fitted, 720) == ""
 
 
+@pytest.mark.slow  # other numbers of updates are learned from in test_labels_of_a_csv_are_learned
 def test_the_preset_learns_from_torchvisions_file(torchvision_file, tmp_path, capsys):
     """Class folders without a split to evaluate on; all that the preset chooses is its own."""
     data = write_classes(tmp_path / "pictures", 150)

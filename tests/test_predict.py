@@ -22,7 +22,7 @@ import safetensors.torch
 import torch
 import torchvision
 import transformers
-from helpers import assert_refused, environment
+from helpers import assert_refused, environment_of_plain_pytorch
 from predicting import (
     TEXTS,
     answers_before,
@@ -483,7 +483,7 @@ def test_a_full_standard_output_is_a_sentence(classifier, tmp_path):
             stdout=full,
             stderr=subprocess.PIPE,
             text=True,
-            env=environment(1),
+            env=environment_of_plain_pytorch(),
         )
     assert ran.returncode == 2
     assert "error: the standard output cannot be written: No space left on device" in ran.stderr
@@ -1002,7 +1002,7 @@ def test_make_predict_ends_quietly_with_its_reader(classifier, tmp_path):
     arguments = f"MODEL_DIR='{classifier}' DATA='{data}' DEVICE=cpu "
     arguments += "ARGS='--batch-size 8 --precision float32'"
     shell = f"make predict {arguments} | head -n 1; echo ${{PIPESTATUS[0]}}"
-    variables = environment(1)
+    variables = environment_of_plain_pytorch()
     for name in NOT_HANDED_ON:
         variables.pop(name, None)
 

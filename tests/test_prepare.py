@@ -532,6 +532,13 @@ def command(monkeypatch, made):
     return run
 
 
+# The workers of text take as long as those of the other three to start.
+@pytest.mark.parametrize(
+    "made",
+    [pytest.param(name, marks=pytest.mark.slow if name == "text" else ()) for name in PROGRAMS],
+    indirect=True,
+    scope="module",
+)
 def test_workers_and_packing_do_not_change_the_result(tmp_path, plain, made):
     source = made.text  # packed
     if not made.program.any_size:

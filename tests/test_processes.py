@@ -15,7 +15,15 @@ from typing import Any
 import forks
 import pytest
 import safetensors.torch
-from helpers import environment, equal, exported, fewer_sentences, losses, records
+from helpers import (
+    environment,
+    environment_of_plain_pytorch,
+    equal,
+    exported,
+    fewer_sentences,
+    losses,
+    records,
+)
 from timm.optim import Lamb
 from torch import nn
 
@@ -389,9 +397,8 @@ def test_torchrun_trains_and_a_signal_to_it_is_answered(tmp_path):
     script = ("-m", "train.glue", "tiny", "--device", "cpu", "--log-every", "1")
     script += ("--runs", str(tmp_path), "--name", "run")
     command = [sys.executable, *TORCHRUN, *script]
-    process = subprocess.Popen(
-        command, env=environment(1), cwd=ROOT, stdout=subprocess.PIPE, text=True
-    )
+    variables = environment_of_plain_pytorch()
+    process = subprocess.Popen(command, env=variables, cwd=ROOT, stdout=subprocess.PIPE, text=True)
     for line in process.stdout:
         if line.startswith("step     3/"):
             process.send_signal(signal.SIGTERM)

@@ -30,7 +30,8 @@ from helpers import (
     terminate,
     within,
 )
-from trials import SMOOTH_UNITS, TRIALS, Trial
+from smooth import SMOOTH_UNITS
+from trials import TRIALS, Trial
 
 from data.glue import TASKS
 from errors import InputError

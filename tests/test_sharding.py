@@ -207,9 +207,9 @@ def steps_of_a_square_slice(devices: int) -> tuple[int, int]:
     ("layout", "changes", "weight", "moment"),  # the shapes of one of MATRICES on a device
     [
         slow(TWO, {}, [64, 32], [64, 32], id="model"),
-        pytest.param(FULL, ACCUMULATED, [32, 32], [32, 32], id="full"),
+        slow(FULL, ACCUMULATED, [32, 32], [32, 32], id="full"),
         slow(COPIES, {"model": "roberta"}, [64, 32], [64, 32], id="copies"),
-        pytest.param(ALL, ACCUMULATED, [64, 16], [64, 16], id="all"),
+        pytest.param(ALL, ACCUMULATED, [64, 16], [64, 16], id="all"),  # the most of them at once
         slow(
             replace(ALL, shard_state="optimizer"),
             {"model": "xlnet"},

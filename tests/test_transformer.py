@@ -19,7 +19,17 @@ import pytest
 import sacrebleu
 import safetensors.torch
 import torch
-from helpers import SEED, crash, environment, equal, exported, losses, records, stop_at, terminate
+from helpers import (
+    SEED,
+    crash,
+    environment_of_plain_pytorch,
+    equal,
+    exported,
+    losses,
+    records,
+    stop_at,
+    terminate,
+)
 from model_helpers import GOLDEN, transformer_of
 from torch import Tensor
 from trials import TRIALS
@@ -427,7 +437,7 @@ def test_the_command_translates_on_plain_pytorch(trained, translations):
         command,
         input="\n".join(SPECIAL_LINES).encode(),
         capture_output=True,
-        env=environment(1),
+        env=environment_of_plain_pytorch(),
     )
 
     assert process.returncode == 0, process.stderr

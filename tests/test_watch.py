@@ -409,7 +409,10 @@ with stall.Stall(run, 1.0):
 """
 
 
-@pytest.mark.parametrize(("number", "seconds"), [("SIGSTOP", 1.0), ("SIGTSTP", 2.0)])
+@pytest.mark.parametrize(
+    ("number", "seconds"),
+    [("SIGTSTP", 2.0), pytest.param("SIGSTOP", 1.0, marks=pytest.mark.slow)],
+)
 def test_a_stopped_process_has_not_stalled(number, seconds):
     command = [sys.executable, "-c", STOPPED, number]
     with subprocess.Popen(command, cwd=TESTS.parent, stderr=-1, text=True) as process:

@@ -6,32 +6,12 @@ from dataclasses import dataclass, field, replace
 from types import ModuleType
 from typing import Any
 
-import torch.nn.functional as F
 from helpers import Stop
+from smooth import smooth_units
 
 from copied import convergence
 from copied.convergence import Ranges
 from train import dlrm, glue, pretrain, resnet50, squad, tagging, transformer
-
-
-def smooth_units(set_attribute: Callable = setattr) -> None:
-    """Gives DLRM's networks softplus in place of ReLU: there rounding stays rounding.
-
-    An input of a ReLU that is 0 but for rounding is on the one side or the other by the order of a
-    sum, about once in 256 steps, and from there on two runs part.
-    """
-    from torchrec.modules.mlp import Perceptron
-
-    set_attribute(Perceptron, "forward", lambda self, x: F.softplus(self._linear(x)))
-
-
-# What a process begins with that has them, too.
-SMOOTH_UNITS = """
-import sys
-sys.path.insert(0, "tests")
-import trials
-trials.smooth_units()
-"""
 
 
 @dataclass(frozen=True)
