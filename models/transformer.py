@@ -5,7 +5,7 @@ weights move in both directions (models/fairseq.py reads and writes fairseq's ch
 
 Inside it takes the forms of models/layers.py. The training step of the base model (256 sentence
 pairs of 64 tokens, 32,768 words) takes 241.5 million cycles as torch's `nn.Transformer`, 157.6 as
-flax's example, and 91.1 in these forms (libtpu 0.0.51's estimates for one v5e chip,
+flax's example, and 91.3 in these forms (libtpu 0.0.51's estimates for one v5e chip,
 research/tpu_cycles.py).
 """
 
