@@ -111,18 +111,19 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 class FinishedGradient(torch.autograd.Function):
-    """The identity, whose gradient passes `Forms.barrier`."""
+    """The identity, whose gradient passes a barrier: see `Forms.barrier`."""
 
     @staticmethod
-    def forward(ctx, x: Tensor) -> Tensor:
+    def forward(ctx, x: Tensor, barrier: Callable[[list[Tensor]], None]) -> Tensor:
+        ctx.barrier = barrier
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx, gradient: Tensor) -> Tensor:
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:
         # A copy, since the barrier works in place, and others may read the same gradient.
         finished = gradient.clone()
-        FORMS.barrier([finished])
-        return finished
+        ctx.barrier([finished])
+        return finished, None
 
 
 def finish_gradient(x: Tensor) -> Tensor:
@@ -135,7 +136,7 @@ def finish_gradient(x: Tensor) -> Tensor:
     """
     if FORMS.barrier is None:
         return x
-    return FinishedGradient.apply(x)
+    return FinishedGradient.apply(x, FORMS.barrier)
 
 
 class Linear(nn.Linear):

@@ -272,32 +272,34 @@ def whole_file(kept: dict, generation: str | None, figures: dict) -> dict:
 
 
 def print_ages(jobs: Iterable[tuple[Row, str]], records: dict) -> None:
-    """Prints of each row that has a record whether it is older than the code.
+    """Prints of each row whether its record is older than the code.
 
     Args:
         records: of our steps, {row: record}.
     """
     for row, topology in jobs:
+        said = "no figures yet"
         if row.name in records:
             said = age(row, topology, records[row.name])
-            print(f"{row.name}: {said}", flush=True)
+        print(f"{row.name}: {said}", flush=True)
 
 
-def on_tpu_vms(name: str, missing: bool, stale: bool) -> None:
+def on_tpu_vms(jobs: list[tuple[Row, str]], options: argparse.Namespace) -> None:
     """Writes stock_tpu_vm.json, and the page that shows it.
 
     Args:
-        name, missing, stale: the flags.
+        jobs: those that the command line names.
     """
     path = results.FOLDER / "stock_tpu_vm.json"
     figures = results.load(path)
-    jobs = named(STEPS + TABLES, name)
-    if stale:
+    if options.missing:
+        jobs = [(row, topology) for row, topology in jobs if row.name not in figures]
+    if options.stale:
         print_ages(jobs, figures)
         return
-    if missing:
-        jobs = [(row, topology) for row, topology in jobs if row.name not in figures]
 
+    if options.print:
+        jobs = []
     with two_at_a_time() as pool:
         records = pool.map(lambda job: measure_on_tpu_vms(*job), jobs)
         for (row, _), record in zip(jobs, records, strict=True):
@@ -331,9 +333,8 @@ def main() -> None:
     )
     parser.add_argument("--print", action="store_true", help="compile nothing")
     options = parser.parse_args()
-    if options.on_tpu_vms:
-        on_tpu_vms(options.name, options.missing, options.stale)
-        return
+    if options.on_tpu_vms and (options.generation or options.only):
+        parser.error("--on-tpu-vms is of our steps on v5e: leave --generation and --only out")
 
     if options.generation:
         name = "generations"
@@ -343,14 +344,18 @@ def main() -> None:
         name = "stock"
         every = STEPS + TABLES
         fields = READ_OF_STOCK
-    path = results.FOLDER / f"{name}.json"
-    kept = results.load(path)
-    figures = kept.get(options.generation, {}) if options.generation else kept
 
     jobs = named(every, options.name)
     if not jobs:
         known = ", ".join(names_of(every))
         parser.error(f"no row has {options.name!r} in its name; there are {known}")
+    if options.on_tpu_vms:
+        on_tpu_vms(jobs, options)
+        return
+
+    path = results.FOLDER / f"{name}.json"
+    kept = results.load(path)
+    figures = kept.get(options.generation, {}) if options.generation else kept
     if options.missing:
         jobs = [(row, topology) for row, topology in jobs if row.name not in figures]
     if options.stale:

@@ -2,6 +2,7 @@
 written from them."""
 
 import json
+import sys
 
 import pytest
 
@@ -48,6 +49,56 @@ def test_a_file_is_what_its_tool_would_write(name, tmp_path):
 def test_a_record_has_only_what_something_reads(name):
     for each in records(load(name)):
         assert results.record(each, FIELDS[name]) == each
+
+
+# What a command line of tpu_cycles.py asks for
+
+
+@pytest.fixture
+def on_tpu_vms(monkeypatch, tmp_path):
+    """Runs the command with --on-tpu-vms, without a compiler and without figures; returns what it
+    has compiled."""
+    compiled = []
+
+    def measure(row, _topology):
+        compiled.append(row.name)
+        return {"cycles": 1}
+
+    def run(*flags: str) -> list[str]:
+        monkeypatch.setattr(sys, "argv", ["tpu_cycles", "--on-tpu-vms", *flags])
+        tpu_cycles.main()
+        return compiled
+
+    monkeypatch.setattr(results, "FOLDER", tmp_path)
+    monkeypatch.setattr(tpu_cycles, "measure_on_tpu_vms", measure)
+    monkeypatch.setattr(versions, "write_page", lambda: None)
+    return run
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["nonsense"], "no row has 'nonsense' in its name"),
+        (["nonsense", "--stale"], "no row has 'nonsense' in its name"),
+        (["resnet", "--generation", "v6e"], "leave --generation and --only out"),
+        (["resnet", "--only", "ours"], "leave --generation and --only out"),
+    ],
+)
+def test_flags_that_do_nothing_on_tpu_vms_are_refused(flags, said, on_tpu_vms, capsys):
+    with pytest.raises(SystemExit):
+        on_tpu_vms(*flags)
+    assert said in capsys.readouterr().err
+
+
+def test_print_compiles_nothing_on_tpu_vms(on_tpu_vms):
+    assert on_tpu_vms("resnet", "--print") == []
+    assert on_tpu_vms("resnet") == ["ResNet-50, 224 px"]
+
+
+@pytest.mark.parametrize("flags", [["--stale"], ["--stale", "--missing"]])
+def test_stale_names_the_rows_without_figures(flags, on_tpu_vms, capsys):
+    assert on_tpu_vms("resnet", *flags) == []
+    assert capsys.readouterr().out == "ResNet-50, 224 px: no figures yet\n"
 
 
 # The order of a file

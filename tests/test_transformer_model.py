@@ -334,6 +334,21 @@ def test_the_memorys_gradient_is_finished_at_each_layer(mesh):
         assert torch.equal(one, other)
 
 
+def test_a_backward_pass_has_the_barrier_of_its_forward_pass():
+    """Another model, built between the two, sets its own forms for the whole process."""
+    finished = []
+    x = torch.ones(2, requires_grad=True)
+    try:
+        layers.use_forms(clamp_weights=True, barrier=finished.extend)
+        result = layers.finish_gradient(x)
+    finally:
+        layers.use_forms(clamp_weights=True)
+
+    result.sum().backward()
+    assert len(finished) == 1
+    assert x.grad.tolist() == [1, 1]
+
+
 def test_training_finishes_the_memorys_gradient(mesh):
     config = transformer.validate(transformer.TINY)
     layers.use_forms(clamp_weights=True)
