@@ -681,8 +681,8 @@ def test_a_step_costs_the_tpu_what_it_did(row, topology, effort, tmp_path, compi
 
     if row.besides:
         assert report["besides"]["libtpu"] == libtpu.ON_TPU_VMS
-        missing = f"guards.json has no figure of libtpu {libtpu.ON_TPU_VMS} for it; {ACCEPT}"
-        assert "besides" in before, missing
+        missing = f"guards.json lacks figures of libtpu {libtpu.ON_TPU_VMS} for it; {ACCEPT}"
+        assert before.get("besides", {}).keys() == report["besides"].keys(), missing
         for name, figure in before["besides"].items():
             if name != "libtpu":
                 expected = pytest.approx(figure, rel=TOLERANCES[name])
@@ -694,6 +694,10 @@ def test_a_step_costs_the_tpu_what_it_did(row, topology, effort, tmp_path, compi
     assert figures(report) == expected, ACCEPT
 
 
+# libtpu 0.0.21 was given 15 CPU minutes for it, and had 12 GB of memory.
+NOT_COMPILED_ON_TPU_VMS = ("XLNet-base pretraining, 512 tokens",)
+
+
 @needs_libtpu
 @pytest.mark.long
 @pytest.mark.parametrize(
@@ -702,12 +706,15 @@ def test_a_step_costs_the_tpu_what_it_did(row, topology, effort, tmp_path, compi
     ids=tpu_cycles.names_of(tpu_cycles.STEPS + tpu_cycles.TABLES),
 )
 def test_figures_of_tpu_vms_are_of_the_code(row, topology):
-    """The published steps, whose forms once lost by the compiler that nobody had asked.
+    """The published steps, whose forms once lost by the compiler that nobody had asked."""
+    records = results.load(results.FOLDER / "stock_tpu_vm.json")
+    command = f"run `python -m research.tpu_cycles {row.name!r} --on-tpu-vms` (minutes)"
+    if row.name in NOT_COMPILED_ON_TPU_VMS:
+        assert row.name not in records, "it has a figure: take it out of NOT_COMPILED_ON_TPU_VMS"
+        return
 
-    A TPU VM's estimates are minutes each: `python -m research.tpu_cycles NAME --on-tpu-vms`.
-    """
-    record = results.load(results.FOLDER / "stock_tpu_vm.json")[row.name]
-    assert tpu_cycles.age(row, topology, record) == "as the code"
+    assert row.name in records, f"there is no figure; {command}"
+    assert tpu_cycles.age(row, topology, records[row.name]) == "as the code", command
 
 
 def test_the_report_says_what_travels_between_slices():

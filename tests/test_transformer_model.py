@@ -307,7 +307,7 @@ def test_short_rows_of_a_device_are_packed(rows, tokens, packed, mesh):
 
 
 def test_the_memorys_gradient_is_finished_at_each_layer(mesh):
-    """Once for each layer of the decoder, and to the same bits."""
+    """Once for each layer of the decoder, and for these two to the same bits."""
     torch.manual_seed(0)
     model = Transformer(replace(SMALL, encoder_layers=1), 30, 30)
     model = device.to_device(model, mesh)
