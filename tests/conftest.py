@@ -110,7 +110,7 @@ def pytest_xdist_make_scheduler(config, log):
 
 # Devices
 
-HAS_XLA = importlib.util.find_spec("torch_xla") is not None
+BACKEND = "xla" if importlib.util.find_spec("torch_xla") else "cpu"
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -119,17 +119,18 @@ def mesh():
     on the CPU before it breaks XLA's."""
     from train.common import device
 
-    return device.setup(0, "float32", kind="xla" if HAS_XLA else "cpu")
+    return device.setup(0, "float32", kind=BACKEND)
 
 
 @pytest.fixture(autouse=True)
 def as_if_alone(mesh):
-    """A test's random numbers, and what it reads of its graphs, do not depend on the tests before
-    it in its process."""
+    """A test's random numbers, its backend, and what it reads of its graphs, do not depend on the
+    tests before it in its process, which may have run a script with --device cpu."""
     import torch
 
     from train.common import device
 
+    device.choose_backend(BACKEND)
     torch.manual_seed(0)
     device.graph_report(reset=True)
 
