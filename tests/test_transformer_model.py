@@ -25,7 +25,8 @@ from models.transformer import (
     label_smoothed_loss,
 )
 from train import transformer
-from train.common import device, loading
+from train.common import device, loading, sharding
+from train.common.mesh import Layout
 
 STEPS = json.loads((GOLDEN / "numbers.json").read_text())["ten_steps"]
 CONFIG = transformer.Config(lr=5e-3, warmup_updates=4, label_smoothing=0.1, precision="float32")
@@ -349,12 +350,19 @@ def test_a_backward_pass_has_the_barrier_of_its_forward_pass():
     assert x.grad.tolist() == [1, 1]
 
 
-def test_training_finishes_the_memorys_gradient(mesh):
+@pytest.mark.parametrize(
+    ("layout", "finishes"),
+    [("", True), ("data=2,model=2", False), ("data=4,model=1", True)],
+)
+def test_training_finishes_it_unless_devices_share_layers(layout, finishes, mesh):
+    """They would add it up for each layer, and not once."""
     config = transformer.validate(transformer.TINY)
-    layers.use_forms(clamp_weights=True)
-    transformer.build(config, transformer.open_data(config), mesh)
-    assert layers.FORMS.barrier is not None
-    layers.use_forms(clamp_weights=True)
+    arranged = sharding.arranged(mesh, Layout(mesh=layout))
+    try:
+        transformer.make_model(config, transformer.open_data(config), arranged)
+        assert (layers.FORMS.barrier is not None) == finishes
+    finally:
+        layers.use_forms(clamp_weights=True)
 
 
 # The loss

@@ -255,7 +255,11 @@ def make_model(config: Config, data: Data, mesh: Mesh) -> Transformer:
     """Makes the model on the device, with --weights if they are given; raises what `build` does."""
     # Chooses, for the whole process, how the layers compute. Attention's clamped weights compile to
     # faster programs, but some versions of the TPU's compiler crash on them (docs/tpu.md).
-    layers.use_forms(clamp_weights=not mesh.safe_forms, barrier=device.barrier())
+    # Where devices share layers, a barrier before each layer of the decoder would have them add up
+    # the gradient of the encoder's output as often, and not once.
+    shares_layers = mesh.layers is not None and mesh.layers.axes["model"] > 1
+    barrier = None if shares_layers else device.barrier()
+    layers.use_forms(clamp_weights=not mesh.safe_forms, barrier=barrier)
     source = data.train.source_dictionary
     target = data.train.target_dictionary
     if config.share_embeddings == "all" and source is not target:
