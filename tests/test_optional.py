@@ -72,7 +72,9 @@ def test_a_part_that_is_here_but_broken_keeps_its_own_error(monkeypatch):
 def test_a_folder_of_its_name_is_no_library(tmp_path, monkeypatch):
     (tmp_path / "wandb").mkdir()  # as its own runs leave one
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "wandb", raising=False)
+    # The folder is imported as a module: what stands here makes monkeypatch take it out again.
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    del sys.modules["wandb"]
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
 
     reason = "--tracker is wandb, but its library is not here .cannot import name 'init'"
