@@ -542,9 +542,10 @@ def test_the_version_besides_estimates_cycles_at_full_effort(
     topology.name = "v5e:1x1"
     job = compiling.Job(model="dlrm", preset="kaggle", task="", flags=(), batch=8)
 
-    found, _ = compiling.compile_step(job, topology, None, effort, dlrm, besides="0.0.51")
+    found, module = compiling.compile_step(job, topology, None, effort, dlrm, besides="0.0.51")
 
     assert found["besides"] == {"libtpu": "0.0.51", **figures}
+    assert module == "own", "the module is that of the version that the report is of"
 
 
 # Files

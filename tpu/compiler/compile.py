@@ -221,10 +221,10 @@ def compile_step(
             raise libtpu.OutOfMemory(topology.name, needed, topology.hbm_bytes, [], "")
 
     if besides:
-        program = _compiled_by(besides, job, staged.module, topology.name, effort)
-        identity["besides"] = {"libtpu": besides, "needed": program.memory.needed}
+        other = _compiled_by(besides, job, staged.module, topology.name, effort)
+        identity["besides"] = {"libtpu": besides, "needed": other.memory.needed}
         if effort == "full":
-            cycles = analysis.entry_cycles(hlo.parse(program.optimized))
+            cycles = analysis.entry_cycles(hlo.parse(other.optimized))
             identity["besides"]["cycles"] = cycles.total
     return identity | figures, program.optimized
 
