@@ -125,14 +125,17 @@ def mesh():
 @pytest.fixture(autouse=True)
 def as_if_alone(mesh):
     """A test's random numbers, its backend, and what it reads of its graphs, do not depend on the
-    tests before it in its process, which may have run a script with --device cpu."""
+    tests before it in its process."""
     import torch
 
     from train.common import device
 
-    device.choose_backend(BACKEND)
     torch.manual_seed(0)
     device.graph_report(reset=True)
+    yield
+    # It may have run a script with --device cpu. Not before the next test, whose fixtures of its
+    # module may train before this one is set up.
+    device.choose_backend(BACKEND)
 
 
 @pytest.fixture

@@ -13,7 +13,6 @@ from predicting import TEXTS, random_texts, write_classifier
 from data import glue, glue_tests
 from errors import InputError
 from train import predict
-from train.common import device
 
 # The header of each task's own test file, without labels (github.com/nyu-mll/GLUE-baselines,
 # download_glue_data.py, and the files that it fetches).
@@ -161,8 +160,6 @@ def test_another_tasks_folder_is_refused(folder):
 def one_device(monkeypatch):
     """Lets tests run on plain PyTorch in this process, whose XLA has four devices."""
     monkeypatch.setenv("CPU_NUM_DEVICES", "1")
-    yield
-    device.choose_backend("xla")
 
 
 # ---- predictions ---------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from data.own_text import Columns
 from errors import InputError
 from models import classification
 from train import glue
-from train.common import cli, device
+from train.common import cli
 from train.common.run import Run
 
 STARS = Columns(("review",), "stars")
@@ -430,8 +430,7 @@ def test_an_export_is_trained_on_and_evaluated(run, tmp_path):
 def plain(monkeypatch):
     """A config for plain PyTorch, where nothing is compiled. Other tests here run on XLA."""
     monkeypatch.setenv("CPU_NUM_DEVICES", "1")
-    yield replace(OWN, device="cpu")
-    device.choose_backend("xla")
+    return replace(OWN, device="cpu")
 
 
 # ---- a finished run on other rows ----------------------------------------------------------------

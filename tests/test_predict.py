@@ -50,7 +50,6 @@ from models import encoder_files
 from tpu.accept.children import read_report
 from train import glue as glue_script
 from train import predict
-from train.common import device
 
 CLOSE = 1e-5  # of a probability, in float32
 NAMES = ("negative", "neutral", "positive")
@@ -60,8 +59,6 @@ NAMES = ("negative", "neutral", "positive")
 def one_device(monkeypatch):
     """Lets tests run on plain PyTorch in this process, whose XLA has four devices."""
     monkeypatch.setenv("CPU_NUM_DEVICES", "1")
-    yield
-    device.choose_backend("xla")
 
 
 def in_process(capsys, folder, data, *flags) -> tuple[int, list[dict], str]:

@@ -17,7 +17,6 @@ from data.clicks import Columns
 from data.prepare.clicks import prepare
 from errors import InputError
 from train import dlrm, predict
-from train.common import device
 
 CLOSE = 1e-5  # of a probability, in float32
 DRAWN = draw(3000)
@@ -44,8 +43,6 @@ def export(config) -> Path:
 def one_device(config, monkeypatch):
     """Lets tests run on plain PyTorch in this process, whose XLA has four devices."""
     monkeypatch.setenv("CPU_NUM_DEVICES", "1")
-    yield
-    device.choose_backend("xla")
 
 
 def by_torchrec(config: dlrm.Config, export: Path, frame: pd.DataFrame) -> list[float]:

@@ -29,7 +29,6 @@ from models import encoders, token_classification
 from models.encoder_files import Source
 from train import predict
 from train import tagging as script
-from train.common import device
 from train.common.mesh import Mesh
 from train.prediction import entities as prediction
 
@@ -47,8 +46,6 @@ TEXTS = [
 def one_device(monkeypatch):
     """Lets tests run on plain PyTorch in this process, whose XLA has four devices."""
     monkeypatch.setenv("CPU_NUM_DEVICES", "1")
-    yield
-    device.choose_backend("xla")
 
 
 @pytest.fixture(scope="module")
