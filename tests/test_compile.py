@@ -694,10 +694,6 @@ def test_a_step_costs_the_tpu_what_it_did(row, topology, effort, tmp_path, compi
     assert figures(report) == expected, ACCEPT
 
 
-# libtpu 0.0.21 was given 15 CPU minutes for it, and had 12 GB of memory.
-NOT_COMPILED_ON_TPU_VMS = ("XLNet-base pretraining, 512 tokens",)
-
-
 @needs_libtpu
 @pytest.mark.long
 @pytest.mark.parametrize(
@@ -709,10 +705,6 @@ def test_figures_of_tpu_vms_are_of_the_code(row, topology):
     """The published steps, whose forms once lost by the compiler that nobody had asked."""
     records = results.load(results.FOLDER / "stock_tpu_vm.json")
     command = f"run `python -m research.tpu_cycles {row.name!r} --on-tpu-vms` (minutes)"
-    if row.name in NOT_COMPILED_ON_TPU_VMS:
-        assert row.name not in records, "it has a figure: take it out of NOT_COMPILED_ON_TPU_VMS"
-        return
-
     assert row.name in records, f"there is no figure; {command}"
     assert tpu_cycles.age(row, topology, records[row.name]) == "as the code", command
 

@@ -379,12 +379,15 @@ def environment_of_figures() -> dict[str, str]:
     """Returns the environment for figures. Raises InputError where the compiler that they are of is
     not installed.
 
-    What a shell has of LIBTPU_INIT_ARGS or XLA_ZOO_SAFE_FORMS would be in them, unseen. They are of
-    libtpu.NEWEST, unless TPU_LIBRARY_PATH names another.
+    What a shell has of LIBTPU_INIT_ARGS or XLA_ZOO_SAFE_FORMS would be in them, unseen. A process
+    that has devices has set the other three, with which another one cannot stage. The figures are
+    of libtpu.NEWEST, unless TPU_LIBRARY_PATH names another.
     """
     environment = dict(os.environ)
-    for unseen in ("LIBTPU_INIT_ARGS", "XLA_ZOO_SAFE_FORMS"):
-        environment.pop(unseen, None)
+    unseen = ("LIBTPU_INIT_ARGS", "XLA_ZOO_SAFE_FORMS")
+    of_devices = ("PJRT_DEVICE", "CPU_NUM_DEVICES", "XLA_USE_SPMD")
+    for name in (*unseen, *of_devices):
+        environment.pop(name, None)
     if not environment.get("TPU_LIBRARY_PATH"):
         environment["TPU_LIBRARY_PATH"] = str(libtpu.installed(libtpu.NEWEST))
     return environment

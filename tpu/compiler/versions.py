@@ -112,6 +112,12 @@ def _published() -> Iterator[Case]:
     for model in ("roberta", "distilbert", "xlnet"):
         row = Row(f"{model} on MRPC, 128 tokens", model, "full", batch=32, task="mrpc")
         yield Case(row, ONE, safe=False)
+    for model in ("bert", "roberta", "distilbert", "xlnet"):
+        questions = Row(f"{model} on SQuAD", model, "full", batch=32, task="squad")
+        yield Case(questions, ONE, safe=False)
+    for model in ("bert", "roberta", "distilbert", "xlnet"):
+        tags = Row(f"{model} on CoNLL-2003, 128 tokens", model, "full", batch=32, task="ner")
+        yield Case(tags, ONE, safe=False)
 
     base = Row("Transformer base, packed", "transformer", "base", batch=13)
     yield Case(base, ONE, ALL, safe=False)
@@ -124,6 +130,9 @@ def _published() -> Iterator[Case]:
         yield Case(row, ONE, safe=False)
 
     yield Case(Row("ResNet-50", "resnet50", "full", batch=128), ONE)
+    yield Case(Row("ResNet-50, modern recipe", "resnet50", "modern", batch=128), ONE, safe=False)
+    lars = Row("ResNet-50, LARS", "resnet50", "mlperf", batch=128)
+    yield Case(lars, ONE, TRAIN, safe=False)
 
     yield Case(KAGGLE, ONE)
     yield Case(Row("DLRM mlperf_v1", "dlrm", "mlperf_v1", batch=256), EIGHT)
@@ -162,6 +171,8 @@ def _flags() -> Iterator[Case]:
                 programs = BOTH
             yield Case(_with_flags(row, flags), topology, programs)
 
+    yield Case(_with_flags(MINI_BERT, ("--moments", "bfloat16")), ONE, TRAIN)
+    yield Case(_with_flags(MINI_BERT, ("--optimizer", "lamb")), ONE, TRAIN)
     yield Case(_with_flags(KAGGLE, ("--precision", "float32")), ONE)
     yield Case(_with_flags(KAGGLE, ("--steps-a-call", "8")), ONE, TRAIN)
 
