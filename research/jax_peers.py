@@ -11,8 +11,8 @@ optimizer, dropout and clipping of ours; JAX lowers them, and libtpu compiles th
 v5e with effort full, by the code that compiles ours. A step with dropout is compiled with JAX's
 default random numbers and with "rbg", BERT's also with the masks of attention that its example
 shares among rows and heads. What ours asks libtpu for, fusions (train/common/xla/backend.py) and
-for ResNet-50 and the Transformer the vector memory of one (their VMEM_KIB), is tried on the
-settings that PEERS names, not on all. The quickest is in the table. The figures are kept in
+but for GLUE the vector memory of one (their VMEM_KIB), is tried on the settings that PEERS names,
+not on all. The quickest is in the table. The figures are kept in
 research/results/jax.json, the table in docs/tpu/jax.md; its other two columns are stock.json's
 there (research/tpu_cycles.py).
 """
@@ -39,7 +39,7 @@ from tpu.compiler.pages import (
     two_at_a_time,
 )
 from tpu.compiler.staging import Staged
-from train import resnet50, transformer
+from train import pretrain, resnet50, transformer
 from train.common.xla import backend
 
 JAX = ROOT / ".venv-jax/bin/python"
@@ -51,6 +51,14 @@ SHARED = ", shared masks"
 FUSIONS = ", fusions"
 VMEM = ", vmem"
 SIDES = ("usual", "JAX", "ours")
+# Ours, by the step that has a setting with VMEM.
+SCRIPTS = {
+    "resnet50": resnet50,
+    "bert": pretrain,
+    "bert-large": pretrain,
+    "transformer": transformer,
+    "transformer-big": transformer,
+}
 # What the page reads of a report.
 READ = (
     "libtpu",
@@ -70,7 +78,7 @@ class Peer:
     name: str
     step: str
     batch: int
-    settings: tuple[str, ...] = (DEFAULT, RBG, RBG + FUSIONS, RBG + SHARED)  # BERT's
+    settings: tuple[str, ...] = (DEFAULT, RBG, RBG + FUSIONS, RBG + SHARED)  # GLUE's
 
 
 PEERS = (
@@ -84,15 +92,20 @@ PEERS = (
         "BERT-base pretraining, 512 tokens",
         "bert",
         batch=32,
-        settings=(*Peer.settings, RBG + SHARED + FUSIONS),
+        settings=(*Peer.settings, RBG + SHARED + FUSIONS, RBG + SHARED + VMEM),
     ),
     Peer(
         "the same, 64 rows",
         "bert",
         batch=64,
-        settings=(DEFAULT, RBG, DEFAULT + FUSIONS, RBG + SHARED),
+        settings=(DEFAULT, RBG, DEFAULT + FUSIONS, RBG + SHARED, RBG + SHARED + VMEM),
     ),
-    Peer("BERT-large pretraining, 512 tokens", "bert-large", batch=8),
+    Peer(
+        "BERT-large pretraining, 512 tokens",
+        "bert-large",
+        batch=8,
+        settings=(*Peer.settings, RBG + SHARED + VMEM),
+    ),
     Peer("BERT-base on GLUE, 128 tokens", "bert-glue", batch=128),
     Peer(
         "Transformer base, 64 tokens",
@@ -143,10 +156,9 @@ def lowered(step: str, batch: int, setting: str) -> bytes:
 def compile_one(step: str, batch: int, setting: str) -> dict:
     """Returns the record of one of JAX's steps; of one that does not fit, what it needs."""
     module = lowered(step, batch, setting)
-    script = resnet50 if step == "resnet50" else transformer
     backend.ask_compiler(
         backend.FUSIONS if FUSIONS in setting else "",
-        script.VMEM_KIB if VMEM in setting else 0,
+        SCRIPTS[step].VMEM_KIB if VMEM in setting else 0,
     )
     # As of our Transformer's, the writing of its code does not end.
     endless = step == "transformer" and "," in setting
@@ -235,8 +247,8 @@ JAX: {jax}; research/jax/steps.py says which examples its steps follow. All side
 and dropout, but for two things: the usual pretraining steps score all places of a row, not only the predicted ones; and
 with "shared masks" BERT's attention drops the same weights in all rows and heads of JAX's batch, as transformers'
 example has it, where ours and its other settings draw for each. Of JAX's settings (these, its two kinds of random
-numbers, and with some of them what ours asks libtpu for: fusions, and for ResNet-50 and the Transformer more vector
-memory for one; all that were compiled are below the table) the quickest is shown. Usual steps are as libtpu compiles
+numbers, and with some of them what ours asks libtpu for: fusions, and but for GLUE more vector memory for one; all that
+were compiled are below the table) the quickest is shown. Usual steps are as libtpu compiles
 them by default.
 
 What the cycles leave out: gathers, scatters, sorts and the max pool's gradient, whose code is counted as "bundles"

@@ -248,6 +248,7 @@ VMEM = {  # KiB that a run of the script asks libtpu for; "": nothing
     "resnet50": "40960",
     "transformer": "32768",
     "bert": "",
+    "bert --task pretrain": "32768",
     "xlnet": "",
     "xlnet --task pretrain": "32768",
 }

@@ -107,6 +107,9 @@ EVALUATE_FLAGS = ("batch_size", "update_every")
 OF_STUDENT = ("best", "patience")
 # Fields that older versions did not have. They count for that name where they are not the default.
 NEWER = ("moments",)
+# The vector memory of a TPU core that one fusion may use: v6e's default, set on other TPUs, too,
+# whose default is less (docs/tpu/findings.md).
+VMEM_KIB = 32_768
 BETA1 = 0.9  # of AdamW and LAMB
 ADAM_EPS = 1e-6  # of BERT's and DistilBERT's code, and in RoBERTa's and XLNet's papers
 SYNTHETIC_LENGTH = 32  # a trial's tokens per row
@@ -549,7 +552,7 @@ def main(config: Config) -> dict[str, float]:
         config.strict,
         config.device,
         config.layout,
-        vmem_kib=encoders.by_name(config.model).vmem_kib,
+        vmem_kib=VMEM_KIB,
         safe_forms=config.safe_forms,
     )
     if config.evaluate:

@@ -178,7 +178,6 @@ class Encoder:
         pretraining: the recipe of train/pretrain.py.
         pretraining_of_size: where another size (a key of SIZES) has other numbers.
         teacher: the encoder that a new one learns from in pretraining; "": none.
-        vmem_kib: memory of a TPU core for one fusion in pretraining; 0: the compiler's own choice.
         token_types: whether pretraining gives it the types of tokens. In fine-tuning this decides
             only where the configuration has no type_vocab_size.
         classifier_inputs: what a classifier takes besides tokens, mask and types.
@@ -206,7 +205,6 @@ class Encoder:
     pretraining_of_size: Mapping[str, Pretraining] = field(default_factory=dict)
     tagging: FineTuning | None = None
     teacher: str = ""
-    vmem_kib: int = 0
     token_types: bool = False
     classifier_inputs: Mapping[str, object] = field(default_factory=dict)
     berts_layers: str = ""

@@ -138,7 +138,6 @@ ENCODER = Encoder(
         beta2=0.999,
         clip=1.0,
     ),
-    vmem_kib=32_768,  # other encoders would pay with memory: docs/tpu/findings.md
     token_types=True,
     classifier_inputs={"use_mems": False},
     own_layers=two_streams.own_layers,

@@ -582,8 +582,6 @@ def ask_compiler(job: Job, script: Any) -> None:
     layout = getattr(config, "layout", WHOLE)
     if script is job.script:
         vmem_kib = getattr(script, "VMEM_KIB", 0)
-        if script is pretrain:
-            vmem_kib = encoders.by_name(job.model).vmem_kib
         backend.ask_for_forms(vmem_kib, device.wants_safe_forms(config.safe_forms))
     else:
         backend.ask_compiler(backend.STACK)
