@@ -11,8 +11,8 @@ optimizer, dropout and clipping of ours; JAX lowers them, and libtpu compiles th
 v5e with effort full, by the code that compiles ours. A step with dropout is compiled with JAX's
 default random numbers and with "rbg", BERT's also with the masks of attention that its example
 shares among rows and heads. What ours asks libtpu for, fusions (train/common/xla/backend.py) and
-but for GLUE the vector memory of one (their VMEM_KIB), is tried on the settings that PEERS names,
-not on all. The quickest is in the table. The figures are kept in
+but for GLUE and DLRM the vector memory of one (their VMEM_KIB), is tried on the settings that PEERS
+names, not on all. The quickest is in the table. The figures are kept in
 research/results/jax.json, the table in docs/tpu/jax.md; its other two columns are stock.json's
 there (research/tpu_cycles.py).
 """
@@ -247,9 +247,9 @@ JAX: {jax}; research/jax/steps.py says which examples its steps follow. All side
 and dropout, but for two things: the usual pretraining steps score all places of a row, not only the predicted ones; and
 with "shared masks" BERT's attention drops the same weights in all rows and heads of JAX's batch, as transformers'
 example has it, where ours and its other settings draw for each. Of JAX's settings (these, its two kinds of random
-numbers, and with some of them what ours asks libtpu for: fusions, and but for GLUE more vector memory for one; all that
-were compiled are below the table) the quickest is shown. Usual steps are as libtpu compiles
-them by default.
+numbers, and with some of them what ours asks libtpu for: fusions, and but for GLUE and DLRM more vector memory for
+one; all that were compiled are below the table) the quickest is shown. Usual steps are as libtpu compiles them by
+default.
 
 What the cycles leave out: gathers, scatters, sorts and the max pool's gradient, whose code is counted as "bundles"
 (tpu/compiler/bundles.py; empty: not counted); the drawing of random numbers by the hardware, of which "GB drawn" is the
