@@ -280,8 +280,11 @@ def both(figures: dict) -> str:
         if len(records) < 2:
             continue
         costs = []
-        for setting, record in records.items():
-            if record["fits"]:
+        for setting in peer.settings:
+            record = records.get(setting)
+            if record is None:
+                costs.append(f"{setting} not compiled")
+            elif record["fits"]:
                 costs.append(f"{setting} {record['cycles'] / 1e6:.1f}")
             else:
                 costs.append(f"{setting} {record['needed'] / GIB:.2f} GiB")

@@ -694,10 +694,11 @@ Estimated cycles on one chip, beside the usual steps:
 Rows of BERT, RoBERTa and DistilBERT are from before the last layer \
 was computed for used tokens only (models/last_layer.py),
 and before pretraining asked for more vector memory (train/pretrain.py), \
-here, in generations.md and in forms.md: these steps
-take less now, BERT-base pretraining 141.0 million cycles \
-on one v5e chip instead of 158.8, as stock.md, jax.md and the cycles
-of versions.md say.
+here, in generations.md, in forms.md and, but for
+`--moments` and `--optimizer`, in the first table of versions.md: these steps \
+take less now, BERT-base pretraining 141.0
+million cycles on one v5e chip instead of 158.8, \
+as stock.md, jax.md and the cycles of versions.md say.
 """
 
 
